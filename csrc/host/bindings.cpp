@@ -1,0 +1,300 @@
+// Module tp_kernels._host. Addresses are plain integers and all checks of shapes, dtypes and devices
+// are the caller's: no tensor library is known here.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cerrno>
+#include <optional>
+
+#include "collectives.h"
+
+namespace py = pybind11;
+using namespace tpk;
+
+namespace {
+
+// Nothing here needs the interpreter: no call that may wait, copy or reduce holds its lock.
+using Released = py::call_guard<py::gil_scoped_release>;
+
+void check_python_signals() {
+  py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+void* pointer(std::uint64_t address) { return reinterpret_cast<void*>(address); }
+
+void* destination(std::uint64_t address, std::uint64_t count) {
+  if (address == 0 && count != 0) throw std::invalid_argument("out is a null address");
+  return pointer(address);
+}
+
+Bias make_bias(std::uint64_t address, std::uint64_t period) {
+  if (address != 0 && period == 0) throw std::invalid_argument("bias needs a bias_period");
+  return {pointer(address), period};
+}
+
+// A mapping lives until the last view, domain and slot of it are gone, so views outlive close().
+struct SegmentHandle {
+  std::shared_ptr<Segment> segment;
+  bool closed = false;
+
+  Segment& use() const {
+    if (closed) throw std::invalid_argument("the segment is closed");
+    return *segment;
+  }
+};
+
+struct SlotHandle {
+  SlotHandle(std::shared_ptr<Domain> domain, int index) : slot(std::move(domain), index) {}
+
+  double seconds(std::optional<double> timeout) const {
+    return timeout.value_or(slot.domain().timeout());
+  }
+
+  Slot slot;
+};
+
+using Timeout = std::optional<double>;
+using Counts = std::vector<std::uint64_t>;
+
+void set_os_error(const SystemError& error) {
+  py::object exception = py::reinterpret_borrow<py::object>(PyExc_OSError)(
+      error.code, error.message, error.path);
+  PyErr_SetObject(py::type::handle_of(exception).ptr(), exception.ptr());
+}
+
+void set_fault(const Fault& fault) {
+  py::object type = py::module_::import("tp_kernels._host").attr("Fault");
+  py::object exception = type(fault.what());
+  exception.attr("kind") = name(fault.kind);
+  exception.attr("peer") = fault.peer;
+  exception.attr("slot") = fault.slot;
+  exception.attr("op") = fault.op;
+  exception.attr("expected") = fault.expected;
+  exception.attr("seen") = fault.seen;
+  exception.attr("detail") = fault.detail;
+  PyErr_SetObject(type.ptr(), exception.ptr());
+}
+
+void bind_segment(py::module_& module) {
+  py::class_<SegmentHandle>(module, "Segment", py::buffer_protocol(),
+                            "A POSIX shared memory object, mapped whole; its buffer is the memory.")
+      .def_static(
+          "create",
+          [](const std::string& name, std::uint64_t nbytes) {
+            return SegmentHandle{Segment::create(name, nbytes)};
+          },
+          py::arg("name"), py::arg("nbytes"), Released(),
+          "Make a segment with mode 0600 and all pages reserved; OSError if it does not fit.")
+      .def_static(
+          "open",
+          [](const std::string& name, std::uint64_t nbytes) {
+            return SegmentHandle{Segment::open(name, nbytes)};
+          },
+          py::arg("name"), py::arg("nbytes"), Released(),
+          "Map a segment of this user that has exactly this size.")
+      .def("unlink", [](SegmentHandle& self) { self.segment->unlink(); },
+           "Remove the name; mappings stay. Only the creator's call has an effect.")
+      .def("close", [](SegmentHandle& self) { self.closed = true; },
+           "Refuse new uses; the memory is unmapped with the last view, domain or slot.")
+      .def_property_readonly("address",
+                             [](const SegmentHandle& self) {
+                               return reinterpret_cast<std::uintptr_t>(self.use().base());
+                             })
+      .def_property_readonly("size", [](const SegmentHandle& self) { return self.segment->size(); })
+      .def_buffer([](SegmentHandle& self) {
+        return py::buffer_info(reinterpret_cast<std::uint8_t*>(self.use().base()),
+                               static_cast<py::ssize_t>(self.segment->size()));
+      });
+}
+
+void bind_domain(py::module_& module) {
+  py::class_<Domain, std::shared_ptr<Domain>>(module, "Domain",
+                                              "One rank's membership in the group of a segment.")
+      .def(py::init([](const SegmentHandle& segment, int rank, std::uint32_t world,
+                       std::uint32_t slots, std::uint64_t capacity, std::uint32_t buffers,
+                       double timeout) {
+             segment.use();
+             return std::make_shared<Domain>(segment.segment, rank,
+                                             Shape{world, slots, capacity, buffers}, timeout,
+                                             check_python_signals);
+           }),
+           py::arg("segment"), py::arg("rank"), py::arg("world"), py::arg("slots"),
+           py::arg("capacity"), py::arg("buffers"), py::arg("timeout"))
+      .def_static(
+          "format",
+          [](const SegmentHandle& segment, std::uint32_t world, std::uint32_t slots,
+             std::uint64_t capacity, std::uint32_t buffers, std::uint32_t epoch) {
+            Domain::format(segment.use(), Shape{world, slots, capacity, buffers}, epoch);
+          },
+          py::arg("segment"), py::arg("world"), py::arg("slots"), py::arg("capacity"),
+          py::arg("buffers"), py::arg("epoch") = 0,
+          "Lay out a new segment; one rank does it before any rank makes its Domain.")
+      .def("join", &Domain::join, Released())
+      .def(
+          "open_peers",
+          [](Domain& self, Timeout timeout) { self.open_peers(timeout.value_or(self.timeout())); },
+          py::arg("timeout") = py::none(), Released(), "Wait until all ranks have joined.")
+      .def("fail", &Domain::fail, py::arg("message"), Released(),
+           "This rank cannot go on: peers that wait for it raise.")
+      .def("close", &Domain::close, Released(), "Leave in order; waits for nobody.")
+      .def_property_readonly("rank", &Domain::rank)
+      .def_property_readonly("world", &Domain::world)
+      .def_property_readonly("isa", [](const Domain& self) { return self.isa().name; });
+}
+
+void bind_slot(py::module_& module) {
+  const auto no_timeout = py::arg("timeout") = py::none();
+  py::class_<SlotHandle>(module, "Slot", "One rank's end of a slot: rounds and collectives.")
+      .def(py::init<std::shared_ptr<Domain>, int>(), py::arg("domain"), py::arg("index"))
+      .def_property_readonly("capacity",
+                             [](const SlotHandle& self) { return self.slot.capacity(); })
+      .def_property_readonly("buffers", [](const SlotHandle& self) { return self.slot.buffers(); })
+      .def(
+          "buffer_address",
+          [](const SlotHandle& self, int rank, std::uint32_t index) {
+            return reinterpret_cast<std::uintptr_t>(self.slot.buffer(rank, index));
+          },
+          py::arg("rank"), py::arg("index"))
+      .def(
+          "begin",
+          [](SlotHandle& self, Timeout timeout) {
+            return self.slot.exclusive("begin",
+                                       [&] { return self.slot.begin(self.seconds(timeout)); });
+          },
+          no_timeout, Released(), "Wait for credit; returns the index of the buffer to fill.")
+      .def(
+          "publish",
+          [](SlotHandle& self, std::uint32_t op, std::uint32_t dtype, std::int64_t d0,
+             std::int64_t d1, std::int64_t d2) {
+            self.slot.exclusive("publish",
+                                [&] { self.slot.publish(Descriptor{op, dtype, {d0, d1, d2}}); });
+          },
+          py::arg("op"), py::arg("dtype"), py::arg("d0") = 0, py::arg("d1") = 0, py::arg("d2") = 0,
+          Released())
+      .def(
+          "wait",
+          [](SlotHandle& self, int peer, Timeout timeout) {
+            self.slot.exclusive("wait", [&] { self.slot.wait(peer, self.seconds(timeout)); });
+          },
+          py::arg("peer"), no_timeout, Released(),
+          "Wait until `peer` has published the oldest round that is not finished.")
+      .def(
+          "round_buffer",
+          [](SlotHandle& self) {
+            return self.slot.exclusive("round_buffer", [&] { return self.slot.round_buffer(); });
+          },
+          Released(), "Buffer index of the oldest round that is not finished.")
+      .def(
+          "finish",
+          [](SlotHandle& self) { self.slot.exclusive("finish", [&] { self.slot.finish(); }); },
+          Released(), "Credit: this rank has read all it needs of the oldest round.")
+      .def(
+          "reduce",
+          [](SlotHandle& self, std::uint64_t out, std::uint64_t offset, std::uint64_t count,
+             std::uint32_t dtype, std::uint64_t bias, std::uint64_t bias_period, Timeout timeout) {
+            self.slot.exclusive("reduce", [&] {
+              self.slot.reduce(destination(out, count), offset, count, Dtype{dtype},
+                               make_bias(bias, bias_period), self.seconds(timeout));
+            });
+          },
+          py::arg("out"), py::arg("offset"), py::arg("count"), py::arg("dtype"),
+          py::arg("bias") = 0, py::arg("bias_period") = 0, no_timeout, Released(),
+          "out[i] = sum over ranks of element offset + i + bias[(offset + i) % bias_period].")
+      .def(
+          "reduce_all",
+          [](SlotHandle& self, std::uint64_t out, std::uint64_t count, std::uint32_t dtype,
+             std::uint64_t bias, std::uint64_t bias_period, Timeout timeout) {
+            self.slot.exclusive("reduce_all", [&] {
+              self.slot.reduce_all(destination(out, count), count, Dtype{dtype},
+                                   make_bias(bias, bias_period), self.seconds(timeout));
+            });
+          },
+          py::arg("out"), py::arg("count"), py::arg("dtype"), py::arg("bias") = 0,
+          py::arg("bias_period") = 0, no_timeout, Released(),
+          "The reduction of a whole round; all ranks call it. It may use up the buffers.")
+      .def(
+          "all_reduce",
+          [](SlotHandle& self, std::uint64_t in, std::uint64_t out, std::uint64_t count,
+             std::uint32_t dtype, std::uint32_t op, Timeout timeout) {
+            self.slot.exclusive("all_reduce", [&] {
+              all_reduce(self.slot, pointer(in), pointer(out), count, Dtype{dtype}, op,
+                         self.seconds(timeout));
+            });
+          },
+          py::arg("input"), py::arg("out"), py::arg("count"), py::arg("dtype"),
+          py::arg("op_code") = std::uint32_t{op_all_reduce}, no_timeout, Released())
+      .def(
+          "reduce_scatter",
+          [](SlotHandle& self, std::uint64_t in, std::uint64_t out, const Counts& counts,
+             std::uint32_t dtype, std::uint32_t op, Timeout timeout) {
+            self.slot.exclusive("reduce_scatter", [&] {
+              reduce_scatter(self.slot, pointer(in), pointer(out), counts, Dtype{dtype}, op,
+                             self.seconds(timeout));
+            });
+          },
+          py::arg("input"), py::arg("out"), py::arg("counts"), py::arg("dtype"),
+          py::arg("op_code") = std::uint32_t{op_reduce_scatter}, no_timeout, Released())
+      .def(
+          "all_gather",
+          [](SlotHandle& self, std::uint64_t in, std::uint64_t out, const Counts& counts,
+             std::uint32_t dtype, std::uint32_t op, Timeout timeout) {
+            self.slot.exclusive("all_gather", [&] {
+              all_gather(self.slot, pointer(in), pointer(out), counts, Dtype{dtype}, op,
+                         self.seconds(timeout));
+            });
+          },
+          py::arg("input"), py::arg("out"), py::arg("counts"), py::arg("dtype"),
+          py::arg("op_code") = std::uint32_t{op_all_gather}, no_timeout, Released())
+      .def(
+          "barrier",
+          [](SlotHandle& self, Timeout timeout) {
+            self.slot.exclusive("barrier", [&] { barrier(self.slot, self.seconds(timeout)); });
+          },
+          no_timeout, Released());
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_host, module) {
+  module.doc() = "Collectives between processes of one host, in shared memory.";
+  module.attr("Fault") = py::reinterpret_steal<py::object>(PyErr_NewExceptionWithDoc(
+      "tp_kernels._host.Fault",
+      "A peer did not come, is gone or does something else: kind, peer, slot, op, expected, seen, "
+      "detail. kind is 'timeout', 'peer_lost', 'mismatch' or 'closed'.",
+      PyExc_RuntimeError, nullptr));
+  py::register_local_exception_translator([](std::exception_ptr pending) {
+    try {
+      if (pending) std::rethrow_exception(pending);
+    } catch (const Fault& fault) {
+      set_fault(fault);
+    } catch (const SystemError& error) {
+      set_os_error(error);
+    }
+  });
+  bind_segment(module);
+  bind_domain(module);
+  bind_slot(module);
+  module.def(
+      "layout_bytes",
+      [](std::uint32_t world, std::uint32_t slots, std::uint64_t capacity, std::uint32_t buffers) {
+        return Layout(Shape{world, slots, capacity, buffers}).bytes();
+      },
+      py::arg("world"), py::arg("slots"), py::arg("capacity"), py::arg("buffers"),
+      "Size of a segment of this shape.");
+  module.def("isa", [] { return select_isa().name; },
+             "The instruction set in use; TP_KERNELS_ISA forces one.");
+  module.def("available_isas", [] {
+    std::vector<std::string> names;
+    for (const Isa* isa : available_isas()) names.emplace_back(isa->name);
+    return names;
+  });
+  module.def("build_info", [] {
+    py::dict info;
+    info["version"] = TPK_VERSION;
+    info["compiler"] = TPK_COMPILER;
+    info["flags"] = TPK_FLAGS;
+    info["layout_version"] = kLayoutVersion;
+    return info;
+  });
+}

@@ -1,0 +1,218 @@
+#include "domain.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+
+namespace tpk {
+namespace {
+
+void check_size(const Segment& segment, const Layout& layout) {
+  if (segment.size() != layout.bytes()) {
+    throw std::invalid_argument("the segment has " + std::to_string(segment.size()) +
+                                " bytes; this world, slots, capacity and buffers need " +
+                                std::to_string(layout.bytes()));
+  }
+}
+
+bool same(const Shape& a, const Shape& b) {
+  return a.world == b.world && a.slots == b.slots && a.capacity == b.capacity &&
+         a.buffers == b.buffers;
+}
+
+}  // namespace
+
+void Domain::format(Segment& segment, const Shape& shape, std::uint32_t epoch) {
+  const Layout layout(shape);
+  check_size(segment, layout);
+  std::byte* base = segment.base();
+  Control& control = *new (&layout.control(base)) Control{};
+  for (std::uint32_t rank = 0; rank < shape.world; ++rank) {
+    new (&layout.status(base, rank)) RankStatus{};
+    for (std::uint32_t slot = 0; slot < shape.slots; ++slot) {
+      Signals& signals = *new (&layout.signals(base, slot, rank)) Signals{};
+      for (Signal* signal : {&signals.ready, &signals.reduced, &signals.done}) {
+        static_cast<void>(publish(*signal, epoch));
+      }
+    }
+  }
+  control.version = kLayoutVersion;
+  control.shape = shape;
+  control.bytes = layout.bytes();
+  publish(control.magic, kMagic);
+}
+
+Domain::Domain(std::shared_ptr<Segment> segment, int rank, const Shape& shape, double timeout,
+               Hook hook)
+    : segment_(std::move(segment)), rank_(rank), layout_(shape), timeout_(timeout),
+      hook_(std::move(hook)), isa_(&select_isa()), pid_(::getpid()), claimed_(shape.slots) {
+  check_size(*segment_, layout_);
+  static_cast<void>(deadline_after(timeout));
+  if (rank < 0 || rank >= world()) {
+    throw std::invalid_argument("rank " + std::to_string(rank) + " is not in a group of " +
+                                std::to_string(world()));
+  }
+  const Control& control = layout_.control(base());
+  if (observe(control.magic) != kMagic || control.version != kLayoutVersion ||
+      !same(control.shape, shape)) {
+    throw std::invalid_argument(
+        "the segment was not formatted by this version for this world, slots, capacity and buffers");
+  }
+}
+
+Domain::~Domain() {
+  if (pid_ == ::getpid() && state(rank_) == RankState::alive) leave(RankState::closed, "");
+}
+
+void Domain::check_process() const {
+  if (pid_ != ::getpid()) {
+    throw std::logic_error("this process was forked from rank " + std::to_string(rank_) +
+                           " after it had joined the group (pid " + std::to_string(pid_) +
+                           "); a forked child cannot use it: spawn the child, or make a group in it");
+  }
+}
+
+void Domain::join() {
+  check_process();
+  std::lock_guard lock(mutex_);
+  RankStatus& own = status(rank_);
+  if (state(rank_) != RankState::absent) {
+    throw std::logic_error("rank " + std::to_string(rank_) + " has joined this group before");
+  }
+  own.pid = pid_;
+  own.start_time = process_start_time(pid_);
+  publish(own.state, static_cast<std::uint32_t>(RankState::alive));
+}
+
+void Domain::open_peers(double timeout) {
+  check_process();
+  if (state(rank_) != RankState::alive) {
+    throw std::logic_error("rank " + std::to_string(rank_) + " must join before it opens its peers");
+  }
+  const auto deadline = deadline_after(timeout);
+  std::vector<std::unique_ptr<ProcessWatch>> peers(world());
+  for (int peer = 0; peer < world(); ++peer) {
+    auto pause = std::chrono::microseconds(50);
+    while (state(peer) == RankState::absent) {
+      if (hook_) hook_();
+      if (Clock::now() >= deadline) {
+        throw Fault(FaultKind::timeout, peer, -1, "open_peers", 0, 0,
+                    "rank " + std::to_string(peer) + " did not join the group in time");
+      }
+      std::this_thread::sleep_for(pause);
+      pause = std::min(pause * 2, std::chrono::microseconds(5000));
+    }
+    const RankStatus& other = status(peer);
+    if (other.pid != pid_) {
+      peers[peer] = std::make_unique<ProcessWatch>(static_cast<pid_t>(other.pid), other.start_time);
+    }
+  }
+  peers_ = std::move(peers);
+  open_ = true;
+  // A rank may leave right after it has joined; whoever needs it will be told when it waits.
+}
+
+void Domain::leave(RankState next, const std::string& message) {
+  RankStatus& own = status(rank_);
+  {
+    std::lock_guard lock(mutex_);
+    const RankState now = state(rank_);
+    if (now == RankState::closed || now == RankState::failed) return;  // the first word counts
+    const std::size_t length = std::min(message.size(), sizeof(own.message) - 1);
+    std::memcpy(own.message, message.data(), length);
+    own.message[length] = '\0';
+    publish(own.state, static_cast<std::uint32_t>(next));
+  }
+  wake_waiters();
+}
+
+void Domain::fail(const std::string& message) {
+  check_process();
+  leave(RankState::failed, message);
+}
+
+void Domain::close() {
+  if (pid_ == ::getpid()) leave(RankState::closed, "");  // a forked child has nothing to leave
+}
+
+void Domain::wake_waiters() const {
+  for (std::uint32_t slot = 0; slot < layout_.shape().slots; ++slot) {
+    Signals& own = layout_.signals(base(), slot, rank_);
+    for (Signal* signal : {&own.ready, &own.reduced, &own.done}) wake(*signal);
+  }
+}
+
+void Domain::check_usable(int slot, const char* op) const {
+  check_process();
+  switch (state(rank_)) {
+    case RankState::alive:
+      break;
+    case RankState::absent:
+      throw std::logic_error(std::string(op) + ": this rank has not joined the group");
+    case RankState::closed:
+      throw Fault(FaultKind::closed, rank_, slot, op, 0, 0, "this rank has closed the group");
+    case RankState::failed:
+      throw Fault(FaultKind::closed, rank_, slot, op, 0, 0,
+                  std::string("this rank has failed: ") + status(rank_).message);
+  }
+  if (!open_) throw std::logic_error(std::string(op) + ": call open_peers first");
+}
+
+std::optional<std::string> Domain::loss(int peer) const {
+  const std::string rank = "rank " + std::to_string(peer);
+  const RankStatus& other = status(peer);
+  switch (state(peer)) {
+    case RankState::closed:
+      return rank + " closed the group";
+    case RankState::failed:
+      return rank + " failed: " + other.message;
+    default:
+      break;
+  }
+  if (peers_[peer] && peers_[peer]->ended()) {
+    return rank + " is gone: process " + std::to_string(other.pid) + " has ended";
+  }
+  return std::nullopt;
+}
+
+void Domain::await(Signal& signal, std::uint32_t expected, double timeout, WaitPolicy& policy,
+                   const WaitFor& wait) const {
+  if (reached(observe(signal), expected)) return;
+  const auto deadline = deadline_after(timeout);
+  const auto on_slice = [&] {
+    if (hook_) hook_();
+    check_usable(wait.slot, wait.op);  // another thread may close this rank meanwhile
+    const auto reason = loss(wait.peer);
+    // What a peer published before it left is as good as ever, so the signal is read once more.
+    if (reason && !reached(observe(signal), expected)) {
+      throw Fault(FaultKind::peer_lost, wait.peer, wait.slot, wait.op, expected, observe(signal),
+                  *reason);
+    }
+  };
+  if (wait_until(signal, expected, deadline, policy, on_slice)) return;
+  std::string detail = "rank " + std::to_string(wait.peer) + " did not " + wait.what + " within " +
+                       std::to_string(timeout) + " s";
+  if (const auto& peer = peers_[wait.peer]; peer && peer->stopped()) {
+    detail += "; process " + std::to_string(peer->pid()) + " is stopped";
+  }
+  throw Fault(FaultKind::timeout, wait.peer, wait.slot, wait.op, expected, observe(signal), detail);
+}
+
+void Domain::claim(int slot) {
+  std::lock_guard lock(mutex_);
+  if (slot < 0 || slot >= static_cast<int>(claimed_.size())) {
+    throw std::invalid_argument("slot " + std::to_string(slot) + " is not one of the " +
+                                std::to_string(claimed_.size()) + " slots of the segment");
+  }
+  if (claimed_[slot]) {
+    throw std::logic_error("slot " + std::to_string(slot) + " is already in use by this rank");
+  }
+  claimed_[slot] = true;
+}
+
+}  // namespace tpk

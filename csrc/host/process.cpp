@@ -1,0 +1,90 @@
+#include "process.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+namespace tpk {
+namespace {
+
+struct Stat {
+  char state = 0;  // 0: no such process, or no /proc
+  std::uint64_t start_time = 0;
+};
+
+Stat read_stat(pid_t pid) {
+  char path[64];
+  std::snprintf(path, sizeof(path), "/proc/%ld/stat", static_cast<long>(pid));
+  const int fd = ::open(path, O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return {};
+  char text[1024];
+  const ssize_t length = ::read(fd, text, sizeof(text) - 1);
+  ::close(fd);
+  if (length <= 0) return {};
+  text[length] = '\0';
+  // The command in field 2 may hold spaces and parentheses: fields are counted from its end.
+  const char* field = std::strrchr(text, ')');
+  if (field == nullptr || field[1] != ' ') return {};
+  field += 2;
+  Stat stat;
+  stat.state = *field;
+  for (int number = 3; number < 22; ++number) {
+    field = std::strchr(field, ' ');
+    if (field == nullptr) return stat;
+    ++field;
+  }
+  stat.start_time = std::strtoull(field, nullptr, 10);
+  return stat;
+}
+
+int open_pidfd(pid_t pid) {
+#ifdef SYS_pidfd_open
+  return static_cast<int>(::syscall(SYS_pidfd_open, pid, 0));
+#else
+  (void)pid;
+  errno = ENOSYS;
+  return -1;
+#endif
+}
+
+}  // namespace
+
+std::uint64_t process_start_time(pid_t pid) { return read_stat(pid).start_time; }
+
+ProcessWatch::ProcessWatch(pid_t pid, std::uint64_t start_time)
+    : pid_(pid), start_time_(start_time), fd_(open_pidfd(pid)) {
+  // The pidfd may already be of a process that was given the pid of one that ended.
+  gone_ = (fd_ < 0 && errno == ESRCH) || ended_by_stat();
+}
+
+ProcessWatch::~ProcessWatch() {
+  if (fd_ >= 0) ::close(fd_);
+}
+
+bool ProcessWatch::ended() const {
+  if (gone_) return true;
+  if (fd_ < 0) return ended_by_stat();
+  pollfd entry{fd_, POLLIN, 0};
+  return ::poll(&entry, 1, 0) > 0 && (entry.revents & POLLIN) != 0;
+}
+
+bool ProcessWatch::stopped() const {
+  const char state = read_stat(pid_).state;
+  return state == 'T' || state == 't';
+}
+
+bool ProcessWatch::ended_by_stat() const {
+  const Stat stat = read_stat(pid_);
+  if (stat.state == 0) return ::kill(pid_, 0) != 0 && errno == ESRCH;
+  if (stat.state == 'Z' || stat.state == 'X') return true;
+  return start_time_ != 0 && stat.start_time != start_time_;
+}
+
+}  // namespace tpk

@@ -1,0 +1,34 @@
+// Is another process still there?
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstdint>
+
+namespace tpk {
+
+// Start of `pid` in clock ticks since boot; 0 if it is not known.
+std::uint64_t process_start_time(pid_t pid);
+
+// One particular process, also after its pid has been given to another one.
+class ProcessWatch {
+ public:
+  ProcessWatch(pid_t pid, std::uint64_t start_time);
+  ~ProcessWatch();
+  ProcessWatch(const ProcessWatch&) = delete;
+  ProcessWatch& operator=(const ProcessWatch&) = delete;
+
+  bool ended() const;
+  bool stopped() const;  // by SIGSTOP, a terminal or a debugger
+  pid_t pid() const { return pid_; }
+
+ private:
+  bool ended_by_stat() const;
+
+  pid_t pid_;
+  std::uint64_t start_time_;
+  int fd_ = -1;  // pidfd; -1 where the kernel has none
+  bool gone_ = false;
+};
+
+}  // namespace tpk

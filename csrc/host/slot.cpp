@@ -1,0 +1,215 @@
+#include "slot.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+namespace tpk {
+namespace {
+
+// Two shots pay for their second exchange from here on, and never for two ranks, where they read as
+// much as one shot. All ranks must come to the same choice: only shapes may enter here.
+constexpr std::uint64_t kTwoShotBytes = 64 << 10;
+
+std::string to_text(const Descriptor& descriptor) {
+  std::string text = "op " + std::to_string(descriptor.op) + " dtype " +
+                     std::to_string(descriptor.dtype) + " d (";
+  for (int i = 0; i < 3; ++i) text += (i ? ", " : "") + std::to_string(descriptor.d[i]);
+  return text + ")";
+}
+
+bool same(const Descriptor& a, const Descriptor& b) {
+  return a.op == b.op && a.dtype == b.dtype && std::equal(a.d, a.d + 3, b.d);
+}
+
+}  // namespace
+
+std::uint64_t size_of(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::float32: return 4;
+    case Dtype::bfloat16: return 2;
+    case Dtype::float16: return 2;
+    case Dtype::uint8: return 1;
+    case Dtype::int64: return 8;
+  }
+  throw std::invalid_argument("dtype code " + std::to_string(static_cast<std::uint32_t>(dtype)) +
+                              " is not known");
+}
+
+bool is_reducible(Dtype dtype) { return static_cast<std::uint32_t>(dtype) < kReducibleDtypes; }
+
+Slot::Slot(std::shared_ptr<Domain> domain, int index)
+    : domain_(std::move(domain)), index_(index), policy_(WaitPolicy::for_ranks(world())) {
+  domain_->check_process();
+  domain_->claim(index);
+  published_ = finished_ = observe(signals(rank()).ready);
+  seen_.assign(world(), published_);
+  sources_.resize(world());
+}
+
+Signals& Slot::signals(int rank) const {
+  return domain_->layout().signals(domain_->base(), index_, rank);
+}
+
+Descriptor& Slot::descriptor(int rank, std::uint32_t index) const {
+  return domain_->layout().descriptor(domain_->base(), index_, rank, index);
+}
+
+std::byte* Slot::buffer(int rank, std::uint32_t index) const {
+  if (rank < 0 || rank >= world() || index >= buffers()) {
+    throw std::invalid_argument("there is no buffer " + std::to_string(index) + " of rank " +
+                                std::to_string(rank));
+  }
+  return domain_->layout().buffer(domain_->base(), index_, rank, index);
+}
+
+std::uint32_t Slot::round_buffer() const {
+  if (published_ == finished_) throw std::logic_error("no round of this slot is published");
+  return read_buffer_;
+}
+
+void Slot::await(Signal& signal, std::uint32_t expected, int peer, double timeout,
+                 const char* what) {
+  domain_->await(signal, expected, timeout, policy_, WaitFor{index_, op_, peer, what});
+}
+
+void Slot::interrupt() {
+  const std::string detail = std::string("interrupted in ") + op_;
+  broken_ = Fault(FaultKind::closed, rank(), index_, op_, published_, finished_, detail);
+  domain_->fail(detail);
+}
+
+std::uint32_t Slot::begin(double timeout) {
+  if (begun_) throw std::logic_error("begin: publish the round that was begun first");
+  if (published_ - finished_ >= buffers()) {
+    throw std::logic_error("begin: all " + std::to_string(buffers()) +
+                           " buffers hold rounds that this rank has not finished");
+  }
+  const std::uint32_t credit = credit_for(published_ + 1, buffers());
+  for (int peer = 0; peer < world(); ++peer) {
+    if (peer != rank()) await(signals(peer).done, credit, peer, timeout, "finish its round");
+  }
+  begun_ = true;
+  return fill_buffer_;
+}
+
+void Slot::publish(const Descriptor& descriptor) {
+  if (!begun_) throw std::logic_error("publish: no round was begun");
+  this->descriptor(rank(), fill_buffer_) = descriptor;
+  raise(signals(rank()).ready, ++published_);
+  fill_buffer_ = (fill_buffer_ + 1) % buffers();
+  begun_ = false;
+}
+
+void Slot::compare_descriptors(int peer) const {
+  const Descriptor& mine = descriptor(rank(), read_buffer_);
+  const Descriptor& theirs = descriptor(peer, read_buffer_);
+  if (same(mine, theirs)) return;
+  throw Fault(FaultKind::mismatch, peer, index_, op_, finished_ + 1, observe(signals(peer).ready),
+              "rank " + std::to_string(rank()) + " has " + to_text(mine) + ", rank " +
+                  std::to_string(peer) + " has " + to_text(theirs));
+}
+
+void Slot::wait(int peer, double timeout) {
+  if (peer < 0 || peer >= world()) {
+    throw std::invalid_argument("wait: there is no rank " + std::to_string(peer));
+  }
+  if (published_ == finished_) throw std::logic_error("wait: publish a round first");
+  const std::uint32_t round = finished_ + 1;
+  if (peer == rank() || seen_[peer] == round) return;
+  await(signals(peer).ready, round, peer, timeout, "publish its round");
+  compare_descriptors(peer);
+  seen_[peer] = round;
+}
+
+void Slot::wait_all(double timeout) {
+  for (int peer = 0; peer < world(); ++peer) wait(peer, timeout);
+}
+
+void Slot::finish() {
+  if (published_ == finished_) throw std::logic_error("finish: no round is published");
+  ++finished_;
+  // Keeps up with the rounds that had no second shot, so that it is never half a wrap behind.
+  raise(signals(rank()).reduced, finished_);
+  raise(signals(rank()).done, finished_);
+  read_buffer_ = (read_buffer_ + 1) % buffers();
+}
+
+void Slot::check_range(std::uint64_t offset, std::uint64_t count, Dtype dtype) const {
+  if (!is_reducible(dtype)) throw std::invalid_argument("this dtype cannot be reduced");
+  const std::uint64_t elements = capacity() / size_of(dtype);
+  if (offset > elements || count > elements - offset) {
+    throw std::invalid_argument("elements " + std::to_string(offset) + " + " +
+                                std::to_string(count) + " are not all in a buffer of " +
+                                std::to_string(elements));
+  }
+}
+
+const std::vector<const void*>& Slot::round_buffers() {
+  for (int peer = 0; peer < world(); ++peer) sources_[peer] = buffer(peer, read_buffer_);
+  return sources_;
+}
+
+void Slot::sum(const std::vector<const void*>& sources, void* out, std::uint64_t first,
+               std::uint64_t count, Dtype dtype, Bias bias) const {
+  const ReduceFunction reduce = domain_->isa().reduce[static_cast<std::uint32_t>(dtype)];
+  const std::uint64_t size = size_of(dtype);
+  std::vector<const void*> starts(sources.size());
+  const auto run = [&](std::uint64_t done, std::uint64_t length, const void* row) {
+    for (std::size_t rank = 0; rank < sources.size(); ++rank) {
+      starts[rank] = static_cast<const std::byte*>(sources[rank]) + (first + done) * size;
+    }
+    reduce(starts.data(), starts.size(), row, static_cast<std::byte*>(out) + done * size, length);
+  };
+  if (bias.data == nullptr) return run(0, count, nullptr);
+  for (std::uint64_t done = 0; done < count;) {
+    const std::uint64_t column = (first + done) % bias.period;
+    const std::uint64_t length = std::min(count - done, bias.period - column);
+    run(done, length, static_cast<const std::byte*>(bias.data) + column * size);
+    done += length;
+  }
+}
+
+void Slot::reduce(void* out, std::uint64_t offset, std::uint64_t count, Dtype dtype, Bias bias,
+                  double timeout) {
+  check_range(offset, count, dtype);
+  wait_all(timeout);
+  sum(round_buffers(), out, offset, count, dtype, bias);
+}
+
+void Slot::reduce_all(void* out, std::uint64_t count, Dtype dtype, Bias bias, double timeout,
+                      Shots shots) {
+  check_range(0, count, dtype);
+  const std::uint64_t size = size_of(dtype);
+  if (shots == Shots::automatic) {
+    shots = world() > 2 && count * size >= kTwoShotBytes ? Shots::two : Shots::one;
+  }
+  wait_all(timeout);
+  const auto& sources = round_buffers();
+  if (shots == Shots::one) return sum(sources, out, 0, count, dtype, bias);
+
+  // Only this rank reads its own part of its own buffer, so the part can be reduced in place. Parts
+  // end with cache lines: no two ranks write to one.
+  const std::uint64_t line = 64 / size;
+  const std::uint64_t part = ((count + world() - 1) / world() + line - 1) / line * line;
+  const auto start = [&](int owner) { return std::min(count, part * owner); };
+  const std::uint32_t round = finished_ + 1;
+  const std::uint64_t own = start(rank());
+  sum(sources, buffer(rank(), read_buffer_) + own * size, own, start(rank() + 1) - own, dtype, bias);
+  raise(signals(rank()).reduced, round);
+  for (int step = 0; step < world(); ++step) {
+    const int owner = (rank() + step) % world();
+    const std::uint64_t from = start(owner);
+    if (owner != rank()) {
+      await(signals(owner).reduced, round, owner, timeout, "reduce its part");
+    }
+    const std::uint64_t length = (start(owner + 1) - from) * size;
+    if (length != 0) {
+      std::memcpy(static_cast<std::byte*>(out) + from * size,
+                  buffer(owner, read_buffer_) + from * size, length);
+    }
+  }
+}
+
+}  // namespace tpk

@@ -1,0 +1,115 @@
+// One rank's end of a slot: rounds of the protocol in tpk/signal.h, and reductions over a round.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "domain.h"
+
+namespace tpk {
+
+std::uint64_t size_of(Dtype dtype);
+bool is_reducible(Dtype dtype);
+
+// Added once, after the sum over ranks, to element i of a buffer: data[i % period].
+struct Bias {
+  const void* data = nullptr;  // null: none
+  std::uint64_t period = 0;
+};
+
+// How `reduce_all` shares the work. All ways give the same bits.
+enum class Shots {
+  automatic,
+  one,  // every rank reduces everything: one exchange, ranks * count elements read
+  two,  // every rank reduces its part and copies the others' parts: two exchanges, less to read
+};
+
+class Slot {
+ public:
+  Slot(std::shared_ptr<Domain> domain, int index);
+
+  // Runs `call` as the only call on this slot, and makes a fault permanent: the counters of ranks
+  // that left a call half-way no longer agree. All functions below are to be called inside of it.
+  template <class Call>
+  auto exclusive(const char* op, Call&& call) {
+    std::unique_lock lock(mutex_, std::try_to_lock);
+    if (!lock) throw std::logic_error(std::string(op) + ": another thread is using this slot");
+    domain_->check_process();
+    if (broken_) throw Fault(*broken_);
+    domain_->check_usable(index_, op);
+    op_ = op;
+    try {
+      return call();
+    } catch (const Fault& fault) {
+      broken_ = fault;
+      throw;
+    } catch (const std::logic_error&) {
+      throw;  // refused before anything was published
+    } catch (...) {
+      interrupt();
+      throw;
+    }
+  }
+
+  // Steps of a round. Rounds may overlap: up to `buffers` begun and not finished.
+  std::uint32_t begin(double timeout);  // returns the index of the buffer to fill
+  void publish(const Descriptor& descriptor);
+  void wait(int peer, double timeout);  // for the oldest round that is not finished
+  void wait_all(double timeout);
+  void finish();
+
+  // out[i] = sum over ranks of element offset + i of the oldest round, plus bias, rounded once.
+  void reduce(void* out, std::uint64_t offset, std::uint64_t count, Dtype dtype, Bias bias,
+              double timeout);
+  // The same for elements 0..count, as one collective step: all ranks must call it.
+  void reduce_all(void* out, std::uint64_t count, Dtype dtype, Bias bias, double timeout,
+                  Shots shots = Shots::automatic);
+
+  // out[i] = sum over ranks of sources[r][first + i], plus bias.
+  void sum(const std::vector<const void*>& sources, void* out, std::uint64_t first,
+           std::uint64_t count, Dtype dtype, Bias bias) const;
+
+  std::byte* buffer(int rank, std::uint32_t index) const;
+  std::uint32_t round_buffer() const;  // of the oldest round that is not finished
+  bool idle() const { return !begun_ && published_ == finished_; }
+
+  Domain& domain() const { return *domain_; }
+  int index() const { return index_; }
+  int rank() const { return domain_->rank(); }
+  int world() const { return domain_->world(); }
+  std::uint32_t buffers() const { return domain_->layout().shape().buffers; }
+  std::uint64_t capacity() const { return domain_->layout().shape().capacity; }
+
+ private:
+  Signals& signals(int rank) const;
+  Descriptor& descriptor(int rank, std::uint32_t index) const;
+  void await(Signal& signal, std::uint32_t expected, int peer, double timeout,
+             const char* what);
+  void compare_descriptors(int peer) const;
+  void check_range(std::uint64_t offset, std::uint64_t count, Dtype dtype) const;
+  const std::vector<const void*>& round_buffers();
+  void interrupt();
+
+  std::shared_ptr<Domain> domain_;
+  int index_;
+  std::mutex mutex_;
+  std::optional<Fault> broken_;
+  const char* op_ = "";
+  WaitPolicy policy_;
+
+  // Rounds are counted modulo 2^32, which `buffers` need not divide: buffers are counted apart.
+  bool begun_ = false;
+  std::uint32_t published_;
+  std::uint32_t finished_;
+  std::uint32_t fill_buffer_ = 0;  // of round published_ + 1
+  std::uint32_t read_buffer_ = 0;  // of round finished_ + 1
+  std::vector<std::uint32_t> seen_;  // by peer: the last round it is known to have published
+  std::vector<const void*> sources_;
+};
+
+}  // namespace tpk

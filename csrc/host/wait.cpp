@@ -1,0 +1,93 @@
+#include "wait.h"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <climits>
+#include <cmath>
+#include <stdexcept>
+#include <string>
+
+namespace tpk {
+namespace {
+
+constexpr std::chrono::nanoseconds kSlice = std::chrono::milliseconds(20);
+constexpr int kMinSpins = 20;
+constexpr int kMaxSpins = 2000;
+
+void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// The futex is shared by processes, so it has no FUTEX_PRIVATE_FLAG.
+long futex(const std::atomic<std::uint32_t>& word, int operation, std::uint32_t value,
+           const timespec* timeout) {
+  return ::syscall(SYS_futex, &word, operation, value, timeout, nullptr, 0);
+}
+
+void sleep_on(Signal& signal, std::uint32_t expected, std::chrono::nanoseconds limit) {
+  const std::uint32_t seen = prepare_to_sleep(signal);
+  if (!reached(seen, expected)) {
+    timespec timeout{};
+    timeout.tv_sec = static_cast<time_t>(limit.count() / 1'000'000'000);
+    timeout.tv_nsec = static_cast<long>(limit.count() % 1'000'000'000);
+    // Woken, changed before it slept, interrupted or timed out: the caller looks again.
+    futex(signal.value, FUTEX_WAIT, seen, &timeout);
+  }
+  finish_sleep(signal);
+}
+
+}  // namespace
+
+Clock::time_point deadline_after(double seconds) {
+  if (!std::isfinite(seconds) || seconds < 0) {
+    throw std::invalid_argument("timeout=" + std::to_string(seconds) +
+                                ": use a number of seconds that is not negative");
+  }
+  const double bounded = std::min(seconds, 1e9);  // 31 years: the sum cannot overflow
+  return Clock::now() + std::chrono::nanoseconds(static_cast<std::int64_t>(bounded * 1e9));
+}
+
+WaitPolicy WaitPolicy::for_ranks(std::uint32_t ranks) {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  // The call fails with more than CPU_SETSIZE cores, which are enough.
+  const bool crowded = ::sched_getaffinity(0, sizeof(cores), &cores) == 0 &&
+                       ranks > static_cast<std::uint32_t>(CPU_COUNT(&cores));
+  return crowded ? WaitPolicy{kMinSpins, kMinSpins, 50} : WaitPolicy{kMaxSpins, kMaxSpins, 200};
+}
+
+bool wait_until(Signal& signal, std::uint32_t expected, Clock::time_point deadline,
+                WaitPolicy& policy, const std::function<void()>& on_slice) {
+  for (int spin = 0; spin < policy.spins; ++spin) {
+    if (reached(observe(signal), expected)) {
+      policy.spins = std::min(policy.spins * 2, policy.max_spins);
+      return true;
+    }
+    relax();
+  }
+  policy.spins = std::max(policy.spins / 2, kMinSpins);
+  for (int turn = 0; turn < policy.yields; ++turn) {
+    if (reached(observe(signal), expected)) return true;
+    ::sched_yield();
+  }
+  while (!reached(observe(signal), expected)) {
+    on_slice();
+    const auto left = deadline - Clock::now();
+    if (left <= left.zero()) return reached(observe(signal), expected);
+    sleep_on(signal, expected, std::min<std::chrono::nanoseconds>(left, kSlice));
+  }
+  return true;
+}
+
+void wake(Signal& signal) { futex(signal.value, FUTEX_WAKE, INT_MAX, nullptr); }
+
+}  // namespace tpk

@@ -1,0 +1,40 @@
+// Waiting for a signal: spin, then yield, then sleep in short slices.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+
+#include "tpk/signal.h"
+
+namespace tpk {
+
+using Clock = std::chrono::steady_clock;  // CLOCK_MONOTONIC
+
+// Refuses negative, infinite and undefined numbers of seconds.
+Clock::time_point deadline_after(double seconds);
+
+// How long to try before sleeping. Every waiter has its own and adapts it: a spin that outlasts its
+// budget is wasted on a peer that needs this very core, so the next one is shorter.
+struct WaitPolicy {
+  int spins;      // about ten nanoseconds each
+  int max_spins;
+  int yields;     // each gives way to a runnable thread of this core
+
+  // With more ranks than cores, peers share this core from the start.
+  static WaitPolicy for_ranks(std::uint32_t ranks);
+};
+
+// True once the signal has reached `expected`, false at the deadline. `on_slice` runs before every
+// sleep; it looks after everything but the signal and may throw to give up.
+bool wait_until(Signal& signal, std::uint32_t expected, Clock::time_point deadline,
+                WaitPolicy& policy, const std::function<void()>& on_slice);
+
+void wake(Signal& signal);
+
+// Publishes and wakes whoever sleeps.
+inline void raise(Signal& signal, std::uint32_t epoch) {
+  if (publish(signal, epoch)) wake(signal);
+}
+
+}  // namespace tpk

@@ -1,0 +1,198 @@
+"""`tp-kernels doctor`: what is here, what can run, and why the rest cannot."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tp_kernels import (
+    ParallelGroup,
+    RankError,
+    TpKernelsError,
+    __version__,
+    launch,
+    linear_all_reduce,
+)
+from tp_kernels.dispatch import IMPLEMENTATIONS
+
+# All that design and documentation speak of; those that this version has are in IMPLEMENTATIONS.
+_KNOWN = ("reference", "chunked", "host", "triton", "cuda")
+_PACKAGES = ("torch", "transformers", "triton", "numpy", "safetensors", "gguf", "accelerate")
+
+
+def report() -> dict[str, Any]:
+    """Everything `tp-kernels doctor --json` prints. Starts two ranks for a moment."""
+    built = {name: _extension(name) for name in ("_host", "_cuda")}
+    gpus = _gpus()
+    implementations = _implementations(gpus, built)
+    return {
+        "usable": any(state["available"] for state in implementations.values()),
+        "versions": {
+            "tp_kernels": __version__,
+            "python": platform.python_version(),
+            **{name: _version(name) for name in _PACKAGES},
+        },
+        "built": built,
+        "isa": _isa(),
+        "shared_memory": _shared_memory(),
+        "cores": {"usable": _affinity(), "machine": os.cpu_count()},
+        "gpus": gpus,
+        "implementations": implementations,
+    }
+
+
+def print_report(found: dict[str, Any], *, as_json: bool = False) -> None:
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    console = Console()
+    facts = Table(show_header=False, box=None, pad_edge=False)
+    for name, version in found["versions"].items():
+        facts.add_row(name, version or "[dim]not installed[/]")
+    for name, state in found["built"].items():
+        facts.add_row(name, f"built: {state['detail']}" if state["built"] else _no(state["detail"]))
+    isa = found["isa"]
+    facts.add_row(
+        "instruction set",
+        f"{isa['used']} (can run here: {', '.join(isa['available'])})"
+        if isa["used"]
+        else "unknown",
+    )
+    memory = found["shared_memory"]
+    facts.add_row(
+        memory["path"],
+        f"{memory['free'] / 2**20:,.0f} MiB free of {memory['size'] / 2**20:,.0f} MiB"
+        if memory["size"]
+        else _no("there is none: ranks go through the process group"),
+    )
+    usable = found["cores"]["usable"]
+    facts.add_row(
+        "cores",
+        f"{len(usable)} of {found['cores']['machine']} usable ({_ranges(usable)})",
+    )
+    facts.add_row("GPUs", ", ".join(found["gpus"]) or "none")
+    console.print(facts)
+
+    table = Table("implementation", "here", "why")
+    for name, state in found["implementations"].items():
+        table.add_row(
+            name, "[green]yes[/]" if state["available"] else "no", escape(str(state["why"]))
+        )
+    console.print(table)
+    if not found["usable"]:
+        console.print("[bold red]not usable:[/] no implementation gave the right result")
+
+
+def check_implementations() -> dict[str, str | None]:
+    """In a rank: a small product with each implementation; why it failed, or None."""
+    problems: dict[str, str | None] = {}
+    with ParallelGroup(timeout=20.0) as group:
+        x = torch.arange(12.0).reshape(3, 4) + group.rank
+        weight = torch.ones(2, 4)
+        expected = sum(x + other - group.rank for other in range(group.size)) @ weight.T
+        for name in IMPLEMENTATIONS:
+            try:
+                result = linear_all_reduce(x, weight, group=group, implementation=name)
+            except TpKernelsError as error:
+                problems[name] = str(error)
+            else:
+                problems[name] = None if torch.equal(result, expected) else "a wrong result"
+    return problems
+
+
+def _implementations(gpus: list[str], built: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    try:
+        by_rank = launch(check_implementations, 2, timeout=20.0)
+    except RankError as error:
+        why = f"two ranks could not be started and used: {str(error).splitlines()[0]}"
+        by_rank = [dict.fromkeys(IMPLEMENTATIONS, why)]
+    states: dict[str, dict[str, Any]] = {}
+    for name in _KNOWN:
+        if name in IMPLEMENTATIONS:
+            problem = next((found[name] for found in by_rank if found[name]), None)
+            why = problem or "ran on two ranks and gave the right result"
+            states[name] = {"available": problem is None, "why": why}
+        else:
+            reasons = ["this version has no kernels for it"]
+            if not gpus:
+                reasons.append("no CUDA GPU")
+            if name == "triton" and _version("triton") is None:
+                reasons.append("triton is not installed")
+            if name == "cuda" and not built["_cuda"]["built"]:
+                reasons.append("_cuda is not built")
+            states[name] = {"available": False, "why": "; ".join(reasons)}
+    return states
+
+
+def _extension(name: str) -> dict[str, Any]:
+    try:
+        module = importlib.import_module(f"tp_kernels.{name}")
+    except ImportError as error:
+        present = any(Path(__file__).parents[1].glob(f"{name}.*.so"))
+        why = f"cannot be loaded: {error}" if present else "not built"
+        return {"built": False, "detail": why}
+    info = module.build_info() if hasattr(module, "build_info") else {}
+    detail = ", ".join(f"{key} {value}" for key, value in info.items())
+    return {"built": True, "detail": detail or str(module.__file__)}
+
+
+def _isa() -> dict[str, Any]:
+    try:
+        from tp_kernels import _host
+
+        return {"used": _host.isa(), "available": list(_host.available_isas())}
+    except (ImportError, ValueError) as error:
+        return {"used": None, "available": [], "why": str(error)}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _shared_memory() -> dict[str, Any]:
+    path = Path("/dev/shm")
+    if not path.is_dir():
+        return {"path": str(path), "size": 0, "free": 0}
+    usage = shutil.disk_usage(path)
+    return {"path": str(path), "size": usage.total, "free": usage.free}
+
+
+def _affinity() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def _gpus() -> list[str]:
+    if not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] -> "0-2, 5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _no(why: str) -> str:
+    return f"[yellow]no[/]: {escape(why)}"

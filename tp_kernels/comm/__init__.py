@@ -1,0 +1,38 @@
+"""How ranks of a group reach each other: groups, symmetric memory, collectives, errors."""
+
+from .collectives import all_gather, all_reduce, barrier, reduce_scatter
+from .errors import (
+    BuildError,
+    CollectiveTimeoutError,
+    GroupMismatchError,
+    PeerLostError,
+    ShapeError,
+    TpKernelsError,
+    UnsupportedError,
+)
+from .group import ParallelGroup, as_group
+from .launch import RankError, Ranks, launch
+from .layout import split_range, split_sizes
+from .symmetric_memory import SymmetricMemory
+
+__all__ = [
+    "BuildError",
+    "CollectiveTimeoutError",
+    "GroupMismatchError",
+    "ParallelGroup",
+    "PeerLostError",
+    "RankError",
+    "Ranks",
+    "ShapeError",
+    "SymmetricMemory",
+    "TpKernelsError",
+    "UnsupportedError",
+    "all_gather",
+    "all_reduce",
+    "as_group",
+    "barrier",
+    "launch",
+    "reduce_scatter",
+    "split_range",
+    "split_sizes",
+]

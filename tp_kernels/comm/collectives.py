@@ -1,0 +1,142 @@
+"""Collectives on plain tensors: fp32 sums in rank order, rounded once, equal bits on every rank.
+
+They carry no gradients; `tp_kernels.ops` has the differentiable pairs. Rows are the first dimension and
+are divided by `split_sizes`. Host memory is used where the group has it and the tensor is a CPU tensor of
+a dtype the engine sums, otherwise the process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from .errors import ShapeError
+from .group import ParallelGroup
+from .host_slot import REDUCIBLE
+from .layout import split_range, split_sizes
+from .process_group import ordered_sum
+
+
+def all_reduce(x: Tensor, group: ParallelGroup) -> Tensor:
+    """Sum of `x` over the ranks, same shape; a new tensor on every rank."""
+    if group.size == 1:
+        return x.clone()
+    implementation = "host" if _on_host(x, group) else "process_group"
+    return group.run("all_reduce", implementation, _all_reduce, x, group, implementation)
+
+
+def reduce_scatter(x: Tensor, group: ParallelGroup) -> Tensor:
+    """[R, ...] -> this rank's [split_sizes(R, W)[rank], ...] rows of the sum over ranks."""
+    if group.size == 1:
+        return x.clone()
+    implementation = "host" if _on_host(x, group) else "process_group"
+    return group.run("reduce_scatter", implementation, _reduce_scatter, x, group, implementation)
+
+
+def all_gather(
+    x: Tensor,
+    group: ParallelGroup,
+    rows: int | None = None,
+    *,
+    counts: Sequence[int] | None = None,
+) -> Tensor:
+    """This rank's rows [R_r, ...] -> [R, ...] of all ranks; any dtype.
+
+    rows: R, of which this rank holds split_sizes(rows, W)[rank]; default: all ranks hold equally many.
+    counts: rows of every rank, instead of `rows`, when they are divided in another way.
+    """
+    if group.size == 1:
+        return x.clone()
+    if counts is None:
+        counts = row_counts("all_gather", x, group, rows)
+    implementation = "host" if x.device.type == "cpu" and group.memory else "process_group"
+    return group.run("all_gather", implementation, _all_gather, x, group, counts, implementation)
+
+
+def barrier(group: ParallelGroup) -> None:
+    """Return when every rank of the group has called it."""
+    if group.size == 1:
+        return
+    if group.memory is not None:
+        group.run("barrier", "host", group.slot.barrier)
+    else:
+        group.run("barrier", "process_group", group.transport.barrier)
+
+
+def row_counts(operation: str, x: Tensor, group: ParallelGroup, rows: int | None) -> list[int]:
+    """Rows per rank for `rows` in total, checked against the rows of `x` on this rank."""
+    if x.dim() == 0:
+        raise ShapeError(f"{operation}: a scalar has no rows to divide over ranks")
+    if rows is None:
+        return [x.shape[0]] * group.size
+    counts = split_sizes(rows, group.size)
+    if counts[group.rank] != x.shape[0]:
+        raise ShapeError(
+            f"{operation}: rank {group.rank} of {group.size} holds {x.shape[0]} rows, but its share of "
+            f"rows={rows} is {counts[group.rank]} (tp_kernels.split_sizes({rows}, {group.size}) = "
+            f"{counts})"
+        )
+    return counts
+
+
+def _on_host(x: Tensor, group: ParallelGroup) -> bool:
+    return group.memory is not None and x.device.type == "cpu" and x.dtype in REDUCIBLE
+
+
+def _all_reduce(x: Tensor, group: ParallelGroup, implementation: str) -> Tensor:
+    x = x.contiguous()
+    out = x.new_empty(x.shape)
+    if implementation == "host":
+        group.slot.all_reduce(x, out)
+        return out
+    transport = group.transport
+    transport.agree("all_reduce", x, x.numel())
+    if x.numel() == 0:
+        return out
+    part = -(-x.numel() // group.size)
+    padded = x.new_zeros(group.size, part)
+    padded.view(-1)[: x.numel()] = x.view(-1)
+    ones = [1] * group.size
+    parts = transport.all_to_all(padded, ones, ones).wait()
+    mine = ordered_sum(parts, None, x.new_empty(1, part))
+    return transport.all_gather(mine, ones).wait().view(-1)[: x.numel()].view(x.shape)
+
+
+def _reduce_scatter(x: Tensor, group: ParallelGroup, implementation: str) -> Tensor:
+    x = x.contiguous()
+    counts = split_sizes(x.shape[0], group.size)
+    row = x.shape[1:].numel()
+    out = x.new_empty(counts[group.rank], *x.shape[1:])
+    if implementation == "host":
+        group.slot.reduce_scatter(x, out, [count * row for count in counts])
+        return out
+    transport = group.transport
+    transport.agree("reduce_scatter", x, x.shape[0], row)
+    if x.numel() == 0:
+        return out
+    received = transport.all_to_all(
+        x.view(-1, row), counts, [counts[group.rank]] * group.size
+    ).wait()
+    return ordered_sum(received.view(group.size, *out.shape), None, out)
+
+
+def _all_gather(
+    x: Tensor, group: ParallelGroup, counts: Sequence[int], implementation: str
+) -> Tensor:
+    x = x.contiguous()
+    row = x.shape[1:].numel()
+    if implementation == "host":
+        out = x.new_empty(sum(counts), *x.shape[1:])
+        group.slot.all_gather(x, out, [count * row for count in counts])
+        return out
+    transport = group.transport
+    transport.agree("all_gather", x, sum(counts), row)
+    gathered = transport.all_gather(x.view(-1, row) if row else x, counts).wait()
+    return gathered.view(sum(counts), *x.shape[1:])
+
+
+def my_rows(x: Tensor, group: ParallelGroup) -> Tensor:
+    """This rank's rows of a tensor that all ranks hold; a view."""
+    start, stop = split_range(x.shape[0], group.size, group.rank)
+    return x[start:stop]

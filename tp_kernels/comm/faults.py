@@ -1,0 +1,88 @@
+"""Turns what a transport reports into an error that names who waited for whom."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from .errors import (
+    CollectiveTimeoutError,
+    GroupMismatchError,
+    PeerLostError,
+    TpKernelsError,
+)
+from .host_slot import OPERATION_NAMES
+from .topology import HostIdentity, process_state
+
+if TYPE_CHECKING:
+    from .group import ParallelGroup
+
+_TRANSPORT_WORDS = re.compile(
+    r"gloo|NCCL|Connection (closed|reset|refused)|Timed out|timed out|timeout|Broken pipe|"
+    r"Socket|unreachable",
+)
+
+
+def is_transport_failure(failure: Exception) -> bool:
+    """True for what torch.distributed raises when a peer is gone or late, not for bad arguments."""
+    return bool(_TRANSPORT_WORDS.search(str(failure)))
+
+
+def error_from_host(fault: Any, group: ParallelGroup, operation: str) -> TpKernelsError:
+    where = (
+        f"{operation}: rank {group.rank} of group '{group.name}' waited for rank {fault.peer} "
+        f"(slot {fault.slot}, expected epoch {fault.expected}, seen {fault.seen})"
+    )
+    if fault.kind == "mismatch":
+        return GroupMismatchError(
+            f"{operation}: ranks {group.rank} and {fault.peer} of group '{group.name}' called with "
+            f"different arguments: {_name_operations(fault.detail)}; every rank of the group must "
+            "make the same calls with the same shapes and dtypes in the same order"
+        )
+    if fault.kind == "timeout":
+        return CollectiveTimeoutError(
+            f"{where}, which did not arrive within {group.timeout:g} s: {fault.detail}"
+        )
+    return PeerLostError(f"{where}: {fault.detail}")
+
+
+def error_from_process_group(
+    failure: Exception, group: ParallelGroup, operation: str
+) -> TpKernelsError:
+    """The process group does not say which rank it waited for: look at those on this host."""
+    dead, stopped = suspects(group.identities, group.rank)
+    where = f"{operation}: rank {group.rank} of group '{group.name}'"
+    text = str(failure).splitlines()[0]
+    if dead:
+        return PeerLostError(f"{where} lost {_ranks(dead)} (process ended): {text}")
+    if stopped:
+        return CollectiveTimeoutError(f"{where} waited for {_ranks(stopped)} (stopped): {text}")
+    if re.search(r"[Tt]imed? ?out", text):
+        return CollectiveTimeoutError(
+            f"{where} waited longer than {group.timeout:g} s for a rank of {group.ranks}: {text}"
+        )
+    return PeerLostError(f"{where} lost the connection to another rank of {group.ranks}: {text}")
+
+
+def suspects(identities: list[HostIdentity], rank: int) -> tuple[list[int], list[int]]:
+    """Ranks on this host whose process has ended, and ranks whose process is stopped."""
+    dead, stopped = [], []
+    for peer, identity in enumerate(identities):
+        if peer == rank or not identities[rank].same_processes(identity):
+            continue
+        state = process_state(identity.pid)
+        if state in (None, "Z", "X"):
+            dead.append(peer)
+        elif state in ("T", "t"):
+            stopped.append(peer)
+    return dead, stopped
+
+
+def _ranks(ranks: list[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def _name_operations(detail: str) -> str:
+    return re.sub(
+        r"\bop (\d+)", lambda m: f"op {OPERATION_NAMES.get(int(m[1]), m[1])}", detail
+    )

@@ -1,0 +1,256 @@
+"""ParallelGroup: the ranks that work together, how they reach each other, and what ran.
+
+A group is an object, passed explicitly. Everything a group needs (memory, slots, counters, decisions)
+hangs off it, so two groups, two threads or two tests never meet. The one table below maps names to live
+groups, because torch's dispatcher carries plain values only.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .errors import TpKernelsError, UnsupportedError
+from .faults import error_from_host, error_from_process_group, is_transport_failure
+from .host_slot import HostSlot
+from .process_group import ProcessGroupTransport
+from .rendezvous import Rendezvous, construction_index
+from .symmetric_memory import SymmetricMemory, _host, host_obstacle
+from .topology import HostIdentity
+
+GroupLike = "ParallelGroup | dist.ProcessGroup | DeviceMesh | None"
+T = TypeVar("T")
+
+_HostFault: type[Exception] = _host.Fault if _host is not None else TpKernelsError
+_groups: weakref.WeakValueDictionary[str, ParallelGroup] = weakref.WeakValueDictionary()
+
+
+class ParallelGroup:
+    """The ranks of one tensor-parallel group. Construction is collective over the group.
+
+    Args:
+        group: a ProcessGroup, a one-dimensional DeviceMesh (`mesh["tp"]`), or None for the default
+            group. Without torch.distributed, None is a group of one rank.
+        provider: "auto" uses host shared memory where all ranks can map it and the process group
+            otherwise, with the reason in `provider_reason`; "host" insists; "none" never shares memory.
+        timeout: seconds any wait may last before it raises and names the rank it waited for.
+        implementation: force one implementation of every op ("reference", "chunked", "host").
+        check: compare op, dtype and shape over the ranks before every process-group collective.
+            "auto" does so for CPU tensors; host memory always compares, at no cost.
+        window: bytes of one shared buffer; longer messages move in pieces of this size.
+
+    Raises:
+        UnsupportedError: this process is not in `group`, or `provider="host"` is impossible.
+        CollectiveTimeoutError: a rank did not construct the group in time.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        *,
+        provider: str = "auto",
+        timeout: float = 60.0,
+        implementation: str = "auto",
+        check: bool | str = "auto",
+        window: int = 2 << 20,
+    ) -> None:
+        if provider not in ("auto", "host", "none"):
+            raise UnsupportedError(f"provider={provider!r}: use 'auto', 'host' or 'none'")
+        if timeout <= 0:
+            raise UnsupportedError(f"timeout={timeout}: use a positive number of seconds")
+        self.timeout = float(timeout)
+        self.implementation = implementation
+        self.process_group = _process_group(group)
+        self.ranks: list[int] = (
+            [0] if self.process_group is None else dist.get_process_group_ranks(self.process_group)
+        )
+        self.size = len(self.ranks)
+        self.rank = 0 if self.process_group is None else dist.get_rank(self.process_group)
+        self.identities = [HostIdentity.current()]
+        self.memory: SymmetricMemory | None = None
+        self.transport: ProcessGroupTransport | None = None
+        self.decisions: dict[Any, Any] = {}  # what dispatch chose, by shape: see dispatch.py
+        self._calls: Counter[tuple[str, str]] = Counter()
+        self._transport_seconds = 0.0
+        self._closed = False
+
+        if self.process_group is None:
+            self.name = f"tp_kernels:single:{id(self):x}"
+        else:
+            self.name = self._meet(provider, check, window)
+        self.provider_reason = self._provider_reason(provider)
+        self.provider = "host" if self.memory is not None else "none"
+        _groups[self.name] = self
+
+    def _meet(self, provider: str, check: bool | str, window: int) -> str:
+        pg = self.process_group
+        store = dist.distributed_c10d._get_process_group_store(pg)
+        index = construction_index(store, self.rank)
+        name = f"tp_kernels:{pg.group_name}:{index}"
+        rendezvous = Rendezvous(store, name, self.rank, self.size, self.timeout)
+        hello = rendezvous.exchange("identity", HostIdentity.current().to_json())
+        self.identities = [HostIdentity.from_json(text) for text in hello]
+        self.transport = ProcessGroupTransport(pg, self.rank, self.size, self.timeout, check)
+        self._obstacle = (
+            "provider='none' was asked for"
+            if provider == "none"
+            else "one rank"
+            if self.size == 1
+            else host_obstacle(self.identities)
+        )
+        if self._obstacle is None:
+            try:
+                self.memory = SymmetricMemory(rendezvous, capacity=window, timeout=self.timeout)
+            except UnsupportedError as error:  # raised on all ranks or on none
+                self._obstacle = str(error)
+        if provider == "host" and self.memory is None and self.size > 1:
+            raise UnsupportedError(
+                f"rank {self.rank}: provider='host' is not possible: {self._obstacle}; "
+                "use provider='auto' to fall back to the process group"
+            )
+        return name
+
+    def _provider_reason(self, provider: str) -> str:
+        if self.process_group is None:
+            return "one rank without torch.distributed"
+        if self.memory is not None:
+            return f"all {self.size} ranks share this host"
+        return str(self._obstacle)
+
+    @staticmethod
+    def by_name(name: str) -> ParallelGroup:
+        """The live group called `name` (what torch ops carry instead of the object)."""
+        group = _groups.get(name)
+        if group is None:
+            raise UnsupportedError(
+                f"no ParallelGroup named {name!r} is alive in this process; keep a reference to the "
+                "group for as long as its layers and graphs are used"
+            )
+        return group
+
+    @property
+    def slot(self) -> HostSlot:
+        """The slot that this group's own operations use, one after the other."""
+        assert self.memory is not None
+        return self.memory.slots[0]
+
+    def run(self, operation: str, implementation: str, function: Callable[..., T], *args: Any) -> T:
+        """Call an implementation: count it, and turn transport faults into this package's errors."""
+        if self._closed:
+            raise UnsupportedError(f"{operation}: group '{self.name}' is closed")
+        self._calls[operation, implementation] += 1
+        try:
+            return function(*args)
+        except _HostFault as fault:
+            error: Exception = error_from_host(fault, self, operation)
+        except TpKernelsError:
+            raise
+        except (RuntimeError, dist.DistBackendError) as failure:
+            if not is_transport_failure(failure):
+                raise
+            error = error_from_process_group(failure, self, operation)
+        self.fail(f"{operation}: {error}")
+        raise error
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count the enclosed process-group time as communication."""
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            self._transport_seconds += perf_counter() - start
+
+    def stats(self) -> dict[str, Any]:
+        """`calls`: op -> implementation -> count; `seconds`: spent in blocking communication."""
+        calls: dict[str, dict[str, int]] = {}
+        for (operation, implementation), count in self._calls.items():
+            calls.setdefault(operation, {})[implementation] = count
+        seconds = self._transport_seconds
+        if self.memory is not None:
+            seconds += sum(slot.seconds for slot in self.memory.slots)
+        if self.transport is not None:
+            seconds += self.transport.seconds
+        return {"calls": calls, "seconds": seconds}
+
+    def reset_stats(self) -> None:
+        self._calls.clear()
+        self._transport_seconds = 0.0
+        if self.memory is not None:
+            for slot in self.memory.slots:
+                slot.seconds = 0.0
+        if self.transport is not None:
+            self.transport.seconds = 0.0
+
+    def fail(self, reason: str) -> None:
+        """Tell the other ranks that this one cannot go on, so that they need not wait for it."""
+        if self.memory is not None:
+            self.memory.fail(reason[:180])
+
+    def close(self) -> None:
+        """Leave the group in order. Local: it waits for nobody and may be called twice."""
+        self._closed = True
+        _groups.pop(self.name, None)
+        if self.memory is not None:
+            self.memory.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"ParallelGroup(rank {self.rank} of {self.size}, provider={self.provider}: "
+            f"{self.provider_reason})"
+        )
+
+    def __enter__(self) -> ParallelGroup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelGroup:
+        return self  # a copied module still works in the same group
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(
+            "a ParallelGroup belongs to the processes that made it and cannot be pickled; save "
+            "state_dict() instead of the module"
+        )
+
+
+def as_group(group: GroupLike) -> ParallelGroup:  # type: ignore[valid-type]
+    """`group` itself if it is a ParallelGroup, else a new one over it (a collective construction)."""
+    return group if isinstance(group, ParallelGroup) else ParallelGroup(group)
+
+
+def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+    if group is None:
+        if not dist.is_available() or not dist.is_initialized():
+            return None
+        return dist.group.WORLD
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise UnsupportedError(
+                f"a ParallelGroup needs one mesh dimension, got {group.mesh_dim_names}; "
+                'select it by name, for example mesh["tp"]'
+            )
+        return group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise UnsupportedError(
+                "this process is not a member of the group (new_group returned NON_GROUP_MEMBER); "
+                "only members may construct a ParallelGroup over it"
+            )
+        raise UnsupportedError(
+            f"group={group!r} of type {type(group).__name__}: pass a ParallelGroup, a ProcessGroup, "
+            "a one-dimensional DeviceMesh or None"
+        )
+    if dist.get_rank(group) < 0:
+        raise UnsupportedError("this process is not a member of the group")
+    return group

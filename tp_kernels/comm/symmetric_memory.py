@@ -1,0 +1,113 @@
+"""A region of equal size on every rank that every rank of the group can address.
+
+Providers: `host` (a shared segment, CPU tensors, all ranks on one host). Where no provider fits, the
+group works through its process group and says why.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from typing import Any
+
+from .errors import BuildError, UnsupportedError
+from .host_slot import HostSlot
+from .rendezvous import Rendezvous
+from .topology import HostIdentity
+
+try:
+    from tp_kernels import _host
+except ImportError as _error:
+    _host = None
+    HOST_IMPORT_ERROR: str | None = str(_error)
+else:
+    HOST_IMPORT_ERROR = None
+
+
+class SymmetricMemory:
+    """A host region with `slots` slots; made collectively by all ranks of a group.
+
+    Each slot gives every rank `buffers` buffers of `capacity` bytes. Capacity is fixed here; calls move
+    longer messages in pieces, so nothing ever grows. Two operations in flight must use two slots.
+    The segment has mode 0600, a random name that exists only until all ranks have mapped it, and its
+    pages are reserved when it is made: a full /dev/shm is an error here, never a SIGBUS later.
+    """
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        *,
+        slots: int = 1,
+        capacity: int = 2 << 20,
+        buffers: int = 3,
+        timeout: float | None = None,
+    ) -> None:
+        if _host is None:
+            raise BuildError(f"tp_kernels._host is not built: {HOST_IMPORT_ERROR}")
+        self.rank, self.world = rendezvous.rank, rendezvous.size
+        self.timeout = rendezvous.timeout if timeout is None else timeout
+        shape = (self.world, slots, capacity, buffers)
+        self._segment = _map_segment(rendezvous, shape)
+        self._domain = _host.Domain(
+            self._segment, self.rank, self.world, slots, capacity, buffers, self.timeout
+        )
+        self._domain.join()
+        self._domain.open_peers(self.timeout)
+        self.slots = [
+            HostSlot(
+                _host.Slot(self._domain, index), self._segment, self.world, buffers, self.timeout
+            )
+            for index in range(slots)
+        ]
+
+    def fail(self, reason: str) -> None:
+        """Tell the peers that this rank cannot go on; those who wait for it raise at once."""
+        self._domain.fail(reason)
+
+    def close(self) -> None:
+        """Leave in order. Not a collective: a peer that still needs this rank gets PeerLostError."""
+        self._domain.close()
+
+
+def host_obstacle(identities: list[HostIdentity]) -> str | None:
+    """Why the ranks with these identities cannot use a host region, or None when they can."""
+    if _host is None:
+        return f"tp_kernels._host is not built: {HOST_IMPORT_ERROR}"
+    for rank, identity in enumerate(identities[1:], start=1):
+        obstacle = identities[0].obstacle(identity)
+        if obstacle:
+            return f"ranks 0 and {rank}: {obstacle}"
+    return None
+
+
+def _map_segment(rendezvous: Rendezvous, shape: tuple[int, int, int, int]) -> Any:
+    """Rank 0 creates, all map, rank 0 unlinks; either all ranks hold the segment or all raise."""
+    nbytes = _host.layout_bytes(*shape)
+    segment, error = None, ""
+    if rendezvous.rank == 0:
+        name = f"/tpk-{secrets.token_hex(8)}"
+        try:
+            segment = _host.Segment.create(name, nbytes)
+            _host.Domain.format(segment, *shape)
+        except OSError as failure:
+            error = str(failure)
+        rendezvous.put("segment", json.dumps({"name": name, "shape": shape, "error": error}))
+    else:
+        offer = json.loads(rendezvous.get("segment", owner=0))
+        error = offer["error"]
+        if not error and tuple(offer["shape"]) != shape:
+            error = f"rank 0 asked for (world, slots, capacity, buffers) {offer['shape']}, not {shape}"
+        if not error:
+            try:
+                segment = _host.Segment.open(offer["name"], nbytes)
+            except OSError as failure:
+                error = str(failure)
+    try:
+        errors = rendezvous.exchange("mapped", error)
+    finally:
+        if rendezvous.rank == 0 and segment is not None:
+            segment.unlink()
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]
+    if failed:
+        raise UnsupportedError("no shared segment: " + "; ".join(failed))
+    return segment

@@ -1,0 +1,517 @@
+"""Hugging Face models on several ranks: `parallelize` divides a live model, `load_parallel` reads slices.
+
+Works for the Llama family (Llama, SmolLM, Mistral, Qwen2, Qwen3) and, with `plan=`, for models of the same
+shape under other names. Parameter names, generation, KV caches, masks and attention back ends stay those
+of transformers; what changes is which rows and columns of each weight a rank holds, and that the
+projections run through `tp_kernels.ops`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from tp_kernels.comm.collectives import barrier
+from tp_kernels.comm.errors import ShapeError, UnsupportedError
+from tp_kernels.comm.group import GroupLike, ParallelGroup, as_group
+from tp_kernels.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from tp_kernels.layers.heads import HeadShard, partition_heads
+from tp_kernels.layers.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    column_parallel,
+    feature_ranges,
+)
+from tp_kernels.layers.placement import ParamPlacement, place, placements
+from tp_kernels.ops import gather_rows, scatter_rows
+
+from .checkpoint import read_slices
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """Where a Llama-shaped model keeps its parts: dotted names from the model, or from one layer."""
+
+    layers: str = "model.layers"
+    embedding: str = "model.embed_tokens"
+    norm: str = "model.norm"
+    head: str | None = "lm_head"
+    rotary: str | None = "model.rotary_emb"
+    attention: str = "self_attn"
+    mlp: str = "mlp"
+
+    def __str__(self) -> str:
+        return ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self))
+
+
+FAMILIES = {name: ParallelPlan() for name in ("llama", "mistral", "qwen2", "qwen3")}
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def parallelize(
+    model: PreTrainedModel,
+    group: GroupLike = None,
+    *,
+    sequence_parallel: bool = False,
+    plan: ParallelPlan | None = None,
+) -> PreTrainedModel:
+    """Divide `model` over the ranks of `group`, in place; every rank calls it with the same weights.
+
+    Args:
+        model: a stock model of the Llama family with plain nn.Linear projections.
+        group: ParallelGroup, ProcessGroup, one-dimensional DeviceMesh, or None for the default group.
+        sequence_parallel: between the projections each rank holds its rows of batch x sequence only.
+        plan: where the parts are, for an architecture that is not listed in FAMILIES.
+
+    Returns:
+        `model`, holding this rank's slices. Its class stays an instance of the stock class;
+        `save_pretrained` (called on every rank) writes the stock, unsplit checkpoint.
+
+    After a backward, call `tp_kernels.layers.finalize_gradients(model)` before the optimizer step: it sums
+    the gradients that ranks hold in parts (norms under sequence parallelism, q/k norms, shared KV heads).
+
+    Raises:
+        UnsupportedError, ShapeError: before the model is touched and before anything is sent.
+    """
+    parts = _find_parts(model, plan)
+    group = as_group(group)
+    config = model.config
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    shards = partition_heads(heads, kv_heads, group.size)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    _check_projections(parts, config, head_dim)
+
+    layout = SequenceLayout(group) if sequence_parallel and group.size > 1 else None
+    for layer in parts.layers:
+        attention, mlp = parts.attention(layer), parts.mlp(layer)
+        _divide_attention(attention, group, shards, head_dim, layout)
+        _divide_mlp(mlp, group, layout)
+    _divide_vocabulary(parts, group)
+    if layout is not None:
+        parts.layers[0].register_forward_pre_hook(layout.enter, with_kwargs=True)
+        parts.norm.register_forward_hook(layout.leave)
+        model.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
+    _place_the_rest(parts, group, sharded_rows=layout is not None)
+    model.parallel_group = group
+    model.__class__ = _mixed(type(model), _ParallelModel)
+    return model
+
+
+def load_parallel(
+    checkpoint: str | Path,
+    group: GroupLike = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    sequence_parallel: bool = False,
+    plan: ParallelPlan | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> PreTrainedModel:
+    """A model from a stock safetensors checkpoint of which each rank reads its slices only.
+
+    The unsplit weights never exist on any rank, so the model may be larger than one rank's memory.
+
+    Args:
+        checkpoint: directory with config.json and safetensors files (`stock_checkpoint` makes one).
+        progress: called with (tensors read, tensors in total).
+    """
+    group = as_group(group)
+    config = AutoConfig.from_pretrained(checkpoint)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    parallelize(model, group, sequence_parallel=sequence_parallel, plan=plan)
+    plan = _plan_of(model, plan)
+    placed = list(placements(model))
+    with read_slices(checkpoint) as reader:
+        for done, (name, parameter, placement) in enumerate(placed, start=1):
+            source = name if name in reader else _tied_name(model, name, reader)
+            if placement.dim is None:
+                value = reader.tensor(source)
+            else:
+                value = reader.slice(source, placement.dim, *placement.local_range)
+            loaded = nn.Parameter(value.to(dtype), requires_grad=parameter.requires_grad)
+            _replace_parameter(model, parameter, loaded)
+            if progress is not None:
+                progress(done, len(placed))
+    if plan.rotary is not None:  # its tables are buffers that no checkpoint holds
+        rotary = model.get_submodule(plan.rotary)
+        _set_submodule(model, plan.rotary, type(rotary)(config))
+    if (Path(checkpoint) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(checkpoint)
+    return model.eval()
+
+
+class SequenceLayout:
+    """Rows of batch x sequence, divided over ranks between the first layer and the last norm."""
+
+    def __init__(self, group: ParallelGroup) -> None:
+        self.group = group
+        self.batch = self.length = 0
+
+    @property
+    def rows(self) -> int:
+        return self.batch * self.length
+
+    def enter(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """[b, s, H] -> [1, this rank's rows of b * s, H], before the first layer."""
+        if args:
+            hidden, *rest = args
+        else:
+            hidden, rest = kwargs.pop("hidden_states"), []
+        self.batch, self.length = hidden.shape[:2]
+        mine = scatter_rows(hidden.flatten(0, 1), group=self.group)
+        return (mine.unsqueeze(0), *rest), kwargs
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        """[1, this rank's rows, H] -> [b, s, H], after the last norm."""
+        whole = gather_rows(output.squeeze(0), group=self.group, rows=self.rows)
+        return whole.unflatten(0, (self.batch, self.length))
+
+
+class _ParallelAttention:
+    """Forward of a Llama-shaped attention over this rank's heads. Mixed into the stock class."""
+
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        cache: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        cache = kwargs.pop("past_key_values", cache)  # its name in earlier transformers 5 releases
+        layout: SequenceLayout | None = self.sequence_layout
+        columns = [self.q_proj, self.k_proj, self.v_proj]
+        if layout is None:
+            q, k, v = column_parallel(hidden_states, columns)
+        else:
+            q, k, v = column_parallel(hidden_states.squeeze(0), columns, layout.rows)
+            q, k, v = (y.unflatten(0, (layout.batch, layout.length)) for y in (q, k, v))
+        batch, length = q.shape[:2]
+        q = q.view(batch, length, -1, self.head_dim)
+        k = k.view(batch, length, -1, self.head_dim)
+        v = v.view(batch, length, -1, self.head_dim).transpose(1, 2)
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+        if position_embeddings is not None:
+            q, k = self.rotate(q, k, *position_embeddings)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
+        if not self.head_shard.uniform:
+            index = self.head_shard.kv_of_query()
+            k, v = k[:, index], v[:, index]
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, self.eager_attention
+        )
+        y, weights = attend(
+            self,
+            q,
+            k,
+            v,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=self.attention_window,
+            **kwargs,
+        )
+        y = y.reshape(batch, length, -1)
+        if layout is None:
+            return self.o_proj(y), weights
+        return self.o_proj(y.flatten(0, 1)).unsqueeze(0), weights
+
+
+class _ParallelMLP:
+    """Forward of a gated MLP over this rank's intermediate features. Mixed into the stock class."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        layout: SequenceLayout | None = self.sequence_layout
+        columns = [self.gate_proj, self.up_proj]
+        if layout is None:
+            gate, up = column_parallel(x, columns)
+            return self.down_proj(self.act_fn(gate) * up)
+        gate, up = column_parallel(x.squeeze(0), columns, layout.rows)
+        return self.down_proj(self.act_fn(gate) * up).unsqueeze(0)
+
+
+class _ParallelModel:
+    """What a divided model does differently as a whole. Mixed into the stock class."""
+
+    parallel_group: ParallelGroup
+
+    def full_state_dict(self: Any) -> dict[str, Tensor]:
+        """The stock, unsplit state dict, on every rank (collective); tied entries share memory."""
+        placed = {id(parameter): place for _, parameter, place in placements(self)}
+        gathered: dict[int, Tensor] = {}
+        state = {}
+        for name, parameter in self.named_parameters(remove_duplicate=False):
+            if id(parameter) not in gathered:
+                gathered[id(parameter)] = placed[id(parameter)].gather(parameter)
+            state[name] = gathered[id(parameter)]
+        persistent = self.state_dict(keep_vars=True)
+        state.update({name: t for name, t in persistent.items() if name not in state})
+        return state
+
+    def save_pretrained(self: Any, save_directory: str | Path, **kwargs: Any) -> None:
+        """Write the stock checkpoint. Called on every rank; rank 0 writes, all return together."""
+        if kwargs.pop("state_dict", None) is not None:
+            raise UnsupportedError("save_pretrained(state_dict=...) of a divided model: leave it out")
+        state = self.full_state_dict()
+        if self.parallel_group.rank == 0:
+            super().save_pretrained(save_directory, state_dict=state, **kwargs)  # type: ignore[misc]
+        barrier(self.parallel_group)
+
+
+@lru_cache
+def _mixed(stock: type, mixin: type) -> type:
+    """A subclass of `stock` whose behaviour is `mixin`'s; it keeps the stock name, which is saved."""
+    return type(stock.__name__, (mixin, stock), {"__module__": stock.__module__})
+
+
+@dataclass
+class _Parts:
+    model: PreTrainedModel
+    plan: ParallelPlan
+    layers: nn.ModuleList
+    embedding: nn.Embedding
+    norm: nn.Module
+    head: nn.Linear | None
+
+    def attention(self, layer: nn.Module) -> Any:
+        return layer.get_submodule(self.plan.attention)
+
+    def mlp(self, layer: nn.Module) -> Any:
+        return layer.get_submodule(self.plan.mlp)
+
+
+def _plan_of(model: PreTrainedModel, plan: ParallelPlan | None) -> ParallelPlan:
+    plan = plan or FAMILIES.get(model.config.model_type)
+    if plan is None:
+        children = {type(module).__name__ for module in model.modules() if list(module.children())}
+        raise UnsupportedError(
+            f"parallelize: architecture '{model.config.model_type}' ({type(model).__name__}) is not one "
+            f"of {', '.join(FAMILIES)}. Its modules: {', '.join(sorted(children))}. If it is shaped like "
+            f"Llama (q_proj, k_proj, v_proj, o_proj; gate_proj, up_proj, down_proj), say where its parts "
+            f"are: parallelize(model, group, plan=ParallelPlan({ParallelPlan()}))"
+        )
+    return plan
+
+
+def _find_parts(model: PreTrainedModel, plan: ParallelPlan | None) -> _Parts:
+    if isinstance(model, _ParallelModel):
+        raise UnsupportedError("parallelize: this model is divided already")
+    plan = _plan_of(model, plan)
+    missing: list[str] = []
+
+    def find(root: nn.Module, name: str, kind: type = nn.Module) -> Any:
+        try:
+            found = root.get_submodule(name)
+        except AttributeError:
+            found = None
+        if not isinstance(found, kind):
+            missing.append(f"{name} ({kind.__name__})" if found is None else f"{name} as {kind}")
+        return found
+
+    layers = find(model, plan.layers, nn.ModuleList)
+    embedding = find(model, plan.embedding, nn.Embedding)
+    norm = find(model, plan.norm)
+    head = find(model, plan.head, nn.Linear) if plan.head else None
+    for layer in layers or ():
+        for block, names in ((plan.attention, _PROJECTIONS), (plan.mlp, _MLP_PROJECTIONS)):
+            for name in names:
+                find(layer, f"{block}.{name}", nn.Linear)
+    if missing:
+        names = sorted({name for name, _ in model.named_modules() if name.count(".") <= 4 and name})
+        raise UnsupportedError(
+            f"parallelize: {type(model).__name__} lacks {', '.join(dict.fromkeys(missing))}. Its modules "
+            f"begin: {', '.join(names[:24])}. Pass plan=ParallelPlan(...) with the right names; now it is "
+            f"ParallelPlan({plan})"
+        )
+    return _Parts(model, plan, layers, embedding, norm, head)
+
+
+def _check_projections(parts: _Parts, config: Any, head_dim: int) -> None:
+    hidden = config.hidden_size
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    expected = {
+        "q_proj": (heads * head_dim, hidden),
+        "k_proj": (kv_heads * head_dim, hidden),
+        "v_proj": (kv_heads * head_dim, hidden),
+        "o_proj": (hidden, heads * head_dim),
+    }
+    for layer in parts.layers:
+        attention = parts.attention(layer)
+        for name, shape in expected.items():
+            found = tuple(getattr(attention, name).weight.shape)
+            if found != shape:
+                raise ShapeError(
+                    f"parallelize: {parts.plan.attention}.{name}.weight is {found}, but the config "
+                    f"({heads} heads, {kv_heads} KV heads of {head_dim}, hidden {hidden}) says {shape}"
+                )
+
+
+def _divide_attention(
+    attention: Any,
+    group: ParallelGroup,
+    shards: tuple[HeadShard, ...],
+    head_dim: int,
+    layout: SequenceLayout | None,
+) -> None:
+    q_ranges, kv_ranges = feature_ranges(shards, head_dim)
+    sharded = layout is not None
+    attention.q_proj = _column(attention.q_proj, group, sharded, q_ranges)
+    attention.k_proj = _column(attention.k_proj, group, sharded, kv_ranges)
+    attention.v_proj = _column(attention.v_proj, group, sharded, kv_ranges)
+    attention.o_proj = _row(attention.o_proj, group, sharded, q_ranges)
+    shard = shards[group.rank]
+    attention.head_shard = shard
+    attention.num_key_value_groups = shard.num_heads // shard.num_kv_heads if shard.uniform else 1
+    attention.sequence_layout = layout
+    stock = sys.modules[type(attention).__module__]
+    attention.rotate = stock.apply_rotary_pos_emb
+    attention.eager_attention = stock.eager_attention_forward
+    attention.attention_window = getattr(
+        attention, "sliding_window", getattr(attention.config, "sliding_window", None)
+    )
+    for norm in ("q_norm", "k_norm"):  # whole weights, used for this rank's heads only
+        if hasattr(attention, norm):
+            for name, parameter in getattr(attention, norm).named_parameters():
+                shape = tuple(parameter.shape)
+                partial = ParamPlacement(group, shape, partial_gradient=True)
+                place(getattr(attention, norm), name, partial)
+    attention.__class__ = _mixed(type(attention), _ParallelAttention)
+
+
+def _divide_mlp(mlp: Any, group: ParallelGroup, layout: SequenceLayout | None) -> None:
+    sharded = layout is not None
+    mlp.gate_proj = _column(mlp.gate_proj, group, sharded)
+    mlp.up_proj = _column(mlp.up_proj, group, sharded)
+    mlp.down_proj = _row(mlp.down_proj, group, sharded)
+    mlp.sequence_layout = layout
+    mlp.__class__ = _mixed(type(mlp), _ParallelMLP)
+
+
+def _divide_vocabulary(parts: _Parts, group: ParallelGroup) -> None:
+    old = parts.embedding
+    words, width = old.weight.shape
+    embedding = VocabParallelEmbedding(
+        words, width, old.padding_idx, group=group, device="meta", dtype=old.weight.dtype
+    )
+    embedding.weight = _sliced(old.weight, embedding.placements["weight"])
+    _set_submodule(parts.model, parts.plan.embedding, embedding)
+    if parts.head is None or parts.plan.head is None:
+        return
+    head = parts.head
+    out_features, in_features = head.weight.shape
+    new = ParallelLMHead(
+        in_features,
+        out_features,
+        head.bias is not None,
+        group=group,
+        device="meta",
+        dtype=head.weight.dtype,
+    )
+    tied = head.weight is old.weight
+    new.weight = embedding.weight if tied else _sliced(head.weight, new.placements["weight"])
+    if head.bias is not None:
+        new.bias = _sliced(head.bias, new.placements["bias"])
+    _set_submodule(parts.model, parts.plan.head, new)
+
+
+def _place_the_rest(parts: _Parts, group: ParallelGroup, sharded_rows: bool) -> None:
+    """Every other parameter is whole on every rank; those used on divided rows have partial gradients."""
+    inside = {id(m) for layer in parts.layers for m in layer.modules()} | {id(parts.norm)}
+    for module in parts.model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if name not in getattr(module, "placements", {}):
+                partial = sharded_rows and id(module) in inside
+                shape = tuple(parameter.shape)
+                place(module, name, ParamPlacement(group, shape, partial_gradient=partial))
+
+
+def _column(
+    linear: nn.Linear, group: ParallelGroup, sequence_parallel: bool, ranges: Any = None
+) -> ColumnParallelLinear:
+    new = ColumnParallelLinear(
+        linear.in_features,
+        linear.out_features,
+        linear.bias is not None,
+        group=group,
+        sequence_parallel=sequence_parallel,
+        ranges=ranges,
+        device="meta",
+        dtype=linear.weight.dtype,
+    )
+    return _take(new, linear)
+
+
+def _row(
+    linear: nn.Linear, group: ParallelGroup, sequence_parallel: bool, ranges: Any = None
+) -> RowParallelLinear:
+    new = RowParallelLinear(
+        linear.in_features,
+        linear.out_features,
+        linear.bias is not None,
+        group=group,
+        sequence_parallel=sequence_parallel,
+        ranges=ranges,
+        device="meta",
+        dtype=linear.weight.dtype,
+    )
+    return _take(new, linear)
+
+
+def _take(new: Any, linear: nn.Linear) -> Any:
+    new.weight = _sliced(linear.weight, new.placements["weight"])
+    if linear.bias is not None:
+        new.bias = _sliced(linear.bias, new.placements["bias"])
+    return new.train(linear.training)
+
+
+def _sliced(parameter: nn.Parameter, placement: ParamPlacement) -> nn.Parameter:
+    """A copy of this rank's part, so that the unsplit tensor can be freed."""
+    part = placement.slice(parameter.detach()).clone(memory_format=torch.contiguous_format)
+    return nn.Parameter(part, requires_grad=parameter.requires_grad)
+
+
+def _set_submodule(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
+
+
+def _replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    """Put `new` wherever `old` is held, so that tied parameters stay tied."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter is old:
+                setattr(module, name, new)
+
+
+def _tied_name(model: PreTrainedModel, name: str, stored: Any) -> str:
+    """The stored name of a parameter that the checkpoint keeps under the name of its twin."""
+    parameter = model.get_parameter(name)
+    for other, candidate in model.named_parameters(remove_duplicate=False):
+        if candidate is parameter and other in stored:
+            return other
+    raise UnsupportedError(f"the checkpoint holds no tensor for parameter '{name}'")
+
+
+def _refuse_hidden_states(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    if kwargs.get("output_hidden_states", getattr(module.config, "output_hidden_states", False)):
+        raise UnsupportedError(
+            "output_hidden_states under sequence_parallel=True: between layers each rank holds its own "
+            "rows only; parallelize with sequence_parallel=False"
+        )

@@ -1,0 +1,111 @@
+"""Embedding and output head divided by vocabulary; any vocabulary on any number of ranks, no padding."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tp_kernels.comm.errors import ShapeError
+from tp_kernels.comm.group import GroupLike, ParallelGroup, as_group
+from tp_kernels.ops import reduce_from_ranks
+
+from .linear import ColumnParallelLinear, even_ranges
+from .placement import ParamPlacement, place
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Rows of the table [V, H] divided over ranks; each token is looked up by the rank that holds it.
+
+    forward(ids [...], equal on all ranks) -> [..., H] on every rank, with the exact bits of the unsplit
+    lookup (all other summands are zero). Ids outside 0..V-1 raise ShapeError.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        group: GroupLike = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.group: ParallelGroup = as_group(group)
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.padding_idx = padding_idx
+        self.ranges = even_ranges(num_embeddings, self.group.size)
+        placement = ParamPlacement(self.group, (num_embeddings, embedding_dim), 0, self.ranges)
+        place(self, "weight", placement)
+        self.weight = nn.Parameter(
+            torch.empty(placement.local_shape(), device=device, dtype=dtype)
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """nn.Embedding's initialisation of the unsplit table, of which each rank keeps its part."""
+        if not self.weight.is_meta:
+            options = {"device": self.weight.device, "dtype": self.weight.dtype}
+            table = nn.Embedding(
+                self.num_embeddings, self.embedding_dim, self.padding_idx, **options
+            )
+            self.load_dense(table.weight)
+
+    @torch.no_grad()
+    def load_dense(self, weight: Tensor) -> None:
+        """Take this rank's rows of the unsplit table [V, H]."""
+        self.weight.copy_(self.placements["weight"].slice(weight))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() and ids.numel():
+            low, high = (int(bound) for bound in torch.aminmax(ids))
+            if low < 0 or high >= self.num_embeddings:
+                raise ShapeError(
+                    f"VocabParallelEmbedding: token ids {low}..{high} are outside the vocabulary "
+                    f"0..{self.num_embeddings - 1}"
+                )
+        if self.group.size == 1:
+            return nn.functional.embedding(ids, self.weight, self.padding_idx)
+        start, stop = self.ranges[self.group.rank]
+        mine = (ids >= start) & (ids < stop)
+        if stop == start:  # fewer words than ranks; keep the parameter in the graph
+            rows = self.weight.sum() + self.weight.new_zeros(*ids.shape, self.embedding_dim)
+        else:
+            rows = nn.functional.embedding(torch.where(mine, ids - start, 0), self.weight)
+            if self.padding_idx is not None:  # its row takes no gradient, as in nn.Embedding
+                rows = torch.where((ids != self.padding_idx).unsqueeze(-1), rows, rows.detach())
+            rows = torch.where(mine.unsqueeze(-1), rows, rows.new_zeros(()))
+        return reduce_from_ranks(rows, group=self.group)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.num_embeddings}, {self.embedding_dim}, rank {self.group.rank} of "
+            f"{self.group.size}"
+        )
+
+
+class ParallelLMHead(ColumnParallelLinear):
+    """Logits [..., V] on every rank from a table divided by vocabulary.
+
+    To tie it to an embedding, assign the embedding's `weight` parameter: both divide alike.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        bias: bool = False,
+        *,
+        group: GroupLike = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            hidden_size,
+            vocab_size,
+            bias,
+            group=group,
+            gather_output=True,
+            device=device,
+            dtype=dtype,
+        )

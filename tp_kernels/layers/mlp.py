@@ -1,0 +1,65 @@
+"""ParallelMLP: the feed-forward block, widened by column and narrowed by row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tp_kernels.comm.errors import UnsupportedError
+from tp_kernels.comm.group import GroupLike, as_group
+from tp_kernels.ops._op import ACTIVATIONS
+
+from .linear import ColumnParallelLinear, RowParallelLinear, column_parallel
+
+
+class ParallelMLP(nn.Module):
+    """y = act(x W_gate^T) * (x W_up^T) W_down^T (gated), or act(x W_up^T) W_down^T.
+
+    Args:
+        hidden_size, intermediate_size: of the unsplit block; any sizes on any number of ranks.
+        activation: "gelu", "gelu_tanh", "silu" or "relu".
+        gated: with a gate projection (SwiGLU is gated silu).
+        bias: on every projection; the output bias is added once.
+        sequence_parallel: input and output are this rank's rows [R_r, ..., H].
+
+    forward(x [..., H], rows=None) -> [..., H]. Two projections share one gather and one reduction.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str = "silu",
+        gated: bool = True,
+        bias: bool = False,
+        group: GroupLike = None,
+        sequence_parallel: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            raise UnsupportedError(
+                f"ParallelMLP: activation={activation!r}; known are {', '.join(ACTIVATIONS)}"
+            )
+        self.activation = activation
+        options = {
+            "group": as_group(group),
+            "sequence_parallel": sequence_parallel,
+            "device": device,
+            "dtype": dtype,
+        }
+        self.gate_proj = (
+            ColumnParallelLinear(hidden_size, intermediate_size, bias, **options) if gated else None
+        )
+        self.up_proj = ColumnParallelLinear(hidden_size, intermediate_size, bias, **options)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias, **options)
+
+    def forward(self, x: Tensor, rows: int | None = None) -> Tensor:
+        act = ACTIVATIONS[self.activation]
+        if self.gate_proj is None:
+            (up,) = column_parallel(x, [self.up_proj], rows)
+            return self.down_proj(act(up))
+        gate, up = column_parallel(x, [self.gate_proj, self.up_proj], rows)
+        return self.down_proj(act(gate) * up)

@@ -1,0 +1,165 @@
+"""What every op shares: argument checks, the torch library, and the way to an implementation.
+
+Public functions normalise their arguments to 2-D rows and lists of weights. Without gradients or tracing
+they call the implementation directly; otherwise they go through `torch.ops.tp_kernels.*`, which carry
+schema, fake kernel and autograd formula, so torch.compile, functorch and checkpointing see one node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tp_kernels.comm.errors import ShapeError, UnsupportedError
+from tp_kernels.comm.group import ParallelGroup
+from tp_kernels.dispatch import choose
+
+library = torch.library.Library("tp_kernels", "DEF")  # noqa: TOR901 - one library, one process life
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "silu": torch.nn.functional.silu,
+    "relu": torch.nn.functional.relu,
+}
+FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def register(
+    name: str,
+    schema: str,
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any],
+    setup_context: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+) -> Any:
+    """Define `tp_kernels::name`; returns the op overload."""
+    library.define(name + schema)
+    library.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tp_kernels::{name}", fake, lib=library)
+    if backward is not None:
+        torch.library.register_autograd(
+            f"tp_kernels::{name}", backward, setup_context=setup_context, lib=library
+        )
+    return getattr(torch.ops.tp_kernels, name).default
+
+
+def run(
+    operation: str,
+    kernels: Mapping[str, Callable[..., Any]],
+    group: ParallelGroup,
+    implementation: str,
+    rows: int,
+    width: int,
+    like: Tensor,
+    *args: Any,
+) -> Any:
+    """Dispatch one call: choose from values equal on all ranks, count it, translate faults."""
+    choice = choose(
+        operation,
+        group,
+        rows=rows,
+        width=width,
+        dtype=like.dtype,
+        device=like.device.type,
+        implementation=implementation,
+    )
+    name = choice.implementation
+    return group.run(operation, name, kernels[name], group, *args)
+
+
+def direct(*tensors: Tensor | None) -> bool:
+    """True when nothing needs to see an op: no gradient, no tracing, no function transform."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    if torch._C._len_torch_dispatch_stack():
+        return False
+    if torch.is_grad_enabled():
+        return not any(t is not None and t.requires_grad for t in tensors)
+    return True
+
+
+def check_group(operation: str, group: Any) -> ParallelGroup:
+    if not isinstance(group, ParallelGroup):
+        raise UnsupportedError(
+            f"{operation}: group={group!r}; ops take a ParallelGroup, made once on every rank: "
+            "tp_kernels.ParallelGroup(process_group or mesh dimension)"
+        )
+    return group
+
+
+def prepare(
+    operation: str,
+    group: ParallelGroup,
+    x: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    bias: Tensor | Sequence[Tensor | None] | None,
+    activation: str | None,
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """x [..., K] -> [M, K]; weights and biases as lists (all biases or none), autocast applied."""
+    weights = [weight] if isinstance(weight, Tensor) else list(weight)
+    biases = [bias] if bias is None or isinstance(bias, Tensor) else list(bias)
+    if len(biases) == 1 and biases[0] is None:
+        biases = [None] * len(weights)
+    where = f"{operation} on rank {group.rank} of {group.size}"
+    if not weights or len(biases) != len(weights):
+        raise ShapeError(f"{where}: {len(weights)} weights and {len(biases)} biases")
+    if activation is not None and activation not in ACTIVATIONS:
+        raise UnsupportedError(
+            f"{where}: activation={activation!r}; known are {', '.join(ACTIVATIONS)}"
+        )
+    if x.dim() == 0:
+        raise ShapeError(f"{where}: x is a scalar, expected [..., K]")
+    if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x = x.to(dtype)
+        weights = [w.to(dtype) for w in weights]
+        biases = [None if b is None else b.to(dtype) for b in biases]
+    if x.dtype not in FLOATING:
+        raise UnsupportedError(f"{where}: x has dtype {x.dtype}; supported are {FLOATING}")
+    for index, (w, b) in enumerate(zip(weights, biases, strict=True)):
+        if w.dim() != 2 or w.shape[1] != x.shape[-1]:
+            raise ShapeError(
+                f"{where}: x is {tuple(x.shape)} and weight {index} is {tuple(w.shape)}; expected "
+                f"[N, K] with K = {x.shape[-1]}"
+            )
+        if w.dtype != x.dtype or w.device != x.device:
+            raise UnsupportedError(
+                f"{where}: x is {x.dtype} on {x.device}, weight {index} is {w.dtype} on {w.device}; "
+                "convert one of them, or use torch.autocast"
+            )
+        if b is not None and (b.shape != w.shape[:1] or b.dtype != x.dtype):
+            raise ShapeError(
+                f"{where}: bias {index} is {tuple(b.shape)} {b.dtype}, expected [{w.shape[0]}] "
+                f"{x.dtype}"
+            )
+    if any(b is not None for b in biases):  # torch lists hold no None
+        biases = [
+            w.new_zeros(w.shape[0]) if b is None else b.contiguous()
+            for w, b in zip(weights, biases, strict=True)
+        ]
+    return x.reshape(-1, x.shape[-1]), weights, [b for b in biases if b is not None]
+
+
+def finish(
+    ys: Sequence[Tensor], leading: Sequence[int], activation: str | None, single: bool
+) -> Tensor | tuple[Tensor, ...]:
+    """[M, N_i] -> [*leading, N_i], activation applied, unwrapped when one weight was passed."""
+    outs = [y.view(*leading, y.shape[-1]) for y in ys]
+    if activation is not None:
+        outs = [ACTIVATIONS[activation](y) for y in outs]
+    return outs[0] if single else tuple(outs)
+
+
+def transposed(weights: Sequence[Tensor]) -> list[Tensor]:
+    """[N, K] -> [K, N] views: the weights of the input gradient."""
+    return [w.t() for w in weights]
+
+
+def bias_gradient(dy: Tensor) -> Tensor:
+    """Sum over rows, accumulated in fp32 whatever the dtype."""
+    wide = dy.dtype if dy.dtype == torch.float64 else torch.float32
+    return dy.sum(0, dtype=wide).to(dy.dtype)

@@ -1,0 +1,142 @@
+"""y_i = all_gather(x) W_i^T + b_i: rows that are spread over the ranks, one or several products.
+
+Forward of `all_gather_linear`, and the gradient of `linear_reduce_scatter`.
+
+    x [counts[rank], K], W_i [N_i, K], b_i [N_i] -> y_i [sum(counts), N_i], gathered x [sum(counts), K]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tp_kernels.comm.group import ParallelGroup
+
+from ._gemm import block_rows, linear_into, part_blocks, starts
+
+# Below this many rows a product is bound by reading the weight: gather first and read it once.
+GATHER_FIRST_ROWS = 64
+
+Gathered = tuple[list[Tensor], Tensor | None]
+
+
+def reference(
+    group: ParallelGroup,
+    x: Tensor,
+    ws: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    counts: Sequence[int],
+    keep: bool,
+) -> Gathered:
+    """The collective, then the products: the oracle and the serial baseline."""
+    group.transport.agree("all_gather_linear", x, sum(counts), x.shape[1])
+    gathered = group.transport.all_gather(x, counts).wait()
+    return _products(gathered, ws, biases), gathered if keep else None
+
+
+def chunked(
+    group: ParallelGroup,
+    x: Tensor,
+    ws: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    counts: Sequence[int],
+    keep: bool,
+) -> Gathered:
+    """Own rows first, then round k of the peers' rows while round k+1 travels."""
+    transport = group.transport
+    rows, width = sum(counts), x.shape[1]
+    transport.agree("all_gather_linear", x, rows, width)
+    first = starts(counts)
+    own = first[group.rank]
+    size = -(-block_rows(rows, rows) // group.size)
+    flying = []
+    for ranges in part_blocks(counts, size):
+        start, stop = ranges[group.rank]
+        sizes = [b - a for a, b in ranges]
+        flying.append((ranges, transport.all_gather(x[start - own : stop - own], sizes)))
+    ys = [x.new_empty(rows, w.shape[0]) for w in ws]
+    _rows_into(x, own, ws, biases, ys)
+    gathered = x.new_empty(rows, width) if keep else None
+    for ranges, pending in flying:
+        block, position = pending.wait(), 0
+        for peer, (start, stop) in enumerate(ranges):
+            piece = block[position : position + stop - start]
+            position += stop - start
+            if gathered is not None:
+                gathered[start:stop] = piece
+            if peer != group.rank:
+                _rows_into(piece, start, ws, biases, ys)
+    return ys, gathered
+
+
+def host(
+    group: ParallelGroup,
+    x: Tensor,
+    ws: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    counts: Sequence[int],
+    keep: bool,
+) -> Gathered:
+    """Own rows first, then the peers' rows straight from their shared buffers: no copy out."""
+    slot = group.slot
+    rows, width = sum(counts), x.shape[1]
+    x = x.contiguous()
+    if rows <= GATHER_FIRST_ROWS:
+        gathered = x.new_empty(rows, width)
+        slot.all_gather(x, gathered, [count * width for count in counts])
+        return _products(gathered, ws, biases), gathered if keep else None
+    own = starts(counts)[group.rank]
+    ys = [x.new_empty(rows, w.shape[0]) for w in ws]
+    gathered = x.new_empty(rows, width) if keep else None
+    most = slot.capacity // max(1, width * x.element_size())
+    unread: list[tuple[int, int]] | None = None
+
+    def read(ranges: list[tuple[int, int]]) -> None:
+        for step in range(1, group.size):
+            peer = (group.rank + step) % group.size
+            start, stop = ranges[peer]
+            index = slot.wait(peer)
+            piece = slot.view(peer, index, (stop - start, width), x.dtype)
+            if gathered is not None:
+                gathered[start:stop] = piece
+            _rows_into(piece, start, ws, biases, ys)
+        slot.finish()
+
+    for ranges in part_blocks(counts, block_rows(max(counts), most)):
+        start, stop = ranges[group.rank]
+        index = slot.begin()
+        slot.view(group.rank, index, (stop - start, width), x.dtype).copy_(
+            x[start - own : stop - own]
+        )
+        slot.publish("all_gather_linear", x.dtype, rows, width, ranges[0][0])
+        _rows_into(x[start - own : stop - own], start, ws, biases, ys)
+        if unread is not None:
+            read(unread)
+        unread = ranges
+    read(unread)
+    if gathered is not None:
+        gathered[own : own + x.shape[0]] = x
+    return ys, gathered
+
+
+IMPLEMENTATIONS = {"reference": reference, "chunked": chunked, "host": host}
+
+
+def _products(
+    x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> list[Tensor]:
+    return [torch.nn.functional.linear(x, w, b) for w, b in zip(ws, biases, strict=True)]
+
+
+def _rows_into(
+    x: Tensor,
+    start: int,
+    ws: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    ys: Sequence[Tensor],
+) -> None:
+    if x.shape[0]:
+        for w, b, y in zip(ws, biases, ys, strict=True):
+            linear_into(x, w, b, y[start : start + x.shape[0]])

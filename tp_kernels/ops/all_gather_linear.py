@@ -1,0 +1,223 @@
+"""all_gather_linear: y = all_gather(x) W^T + b, the opening product under sequence parallelism.
+
+Dual: dx = reduce_scatter(dy W), hidden under dW = dy^T all_gather(x); the gathered x is kept from the
+forward or gathered again in the backward, as asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tp_kernels.comm.collectives import all_gather, row_counts
+from tp_kernels.comm.errors import UnsupportedError
+from tp_kernels.comm.group import ParallelGroup
+
+from . import all_gather_gemm, gemm_reduce_scatter
+from ._gemm import partial_product, weight_gradients
+from ._op import bias_gradient, check_group, direct, finish, prepare, register, run, transposed
+
+
+def all_gather_linear(
+    x: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    bias: Tensor | Sequence[Tensor | None] | None = None,
+    *,
+    group: ParallelGroup,
+    rows: int | None = None,
+    activation: str | None = None,
+    gathered: str = "keep",
+    implementation: str = "auto",
+) -> Tensor | tuple[Tensor, ...]:
+    """Product whose output features are spread over the ranks, of rows that are spread too.
+
+    Args:
+        x: [R_r, ..., K], this rank's rows: R_r = split_sizes(rows, W)[rank]; any number, also zero.
+        weight: [N_r, K], this rank's rows of the unsplit weight; or several (Q, K, V; gate, up), which
+            then share one gather and one reduce-scatter.
+        bias: [N_r] (or one per weight), this rank's part.
+        rows: R, the rows of all ranks; default: every rank holds as many as this one.
+        activation: applied to every output.
+        gathered: "keep" holds all_gather(x) for the weight gradient; "redo" gathers again in the
+            backward, which saves (W-1)/W of that memory.
+        implementation: "auto", or one of "reference", "chunked", "host".
+
+    Returns:
+        [R, ..., N_r], or a tuple of them for several weights.
+    """
+    group = check_group("all_gather_linear", group)
+    if gathered not in ("keep", "redo"):
+        raise UnsupportedError(f"all_gather_linear: gathered={gathered!r}; use 'keep' or 'redo'")
+    flat, weights, biases = prepare("all_gather_linear", group, x, weight, bias, activation)
+    single_row = x.dim() == 1
+    sizes = row_counts("all_gather_linear", flat if single_row else x, group, rows)
+    inner = x.shape[1:-1].numel()
+    counts = [size * inner for size in sizes]
+    if direct(flat, *weights, *biases):
+        ys = _forward(flat, weights, biases, counts, False, group.name, implementation)
+    else:
+        keep = gathered == "keep" and group.size > 1
+        ys = _op(flat, weights, biases, counts, keep, group.name, implementation)
+        ys = ys[:-1] if keep else ys
+    leading = (sum(sizes), *x.shape[1:-1])
+    return finish(ys, leading, activation, single=isinstance(weight, Tensor))
+
+
+def dense(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
+    """What the ranks compute together, on one process with unsplit tensors."""
+    pairs = zip(weights, biases or [None] * len(weights), strict=True)
+    return [torch.nn.functional.linear(x, w, b) for w, b in pairs]
+
+
+def _forward(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    counts: list[int],
+    keep: bool,
+    group_name: str,
+    impl: str,
+) -> list[Tensor]:
+    """[y_0, y_1, ...], and the gathered x last if `keep`."""
+    group = ParallelGroup.by_name(group_name)
+    if group.size == 1:
+        return group.run("all_gather_linear", "reference", dense, x, weights, biases)
+    ys, full = run(
+        "all_gather_linear",
+        all_gather_gemm.IMPLEMENTATIONS,
+        group,
+        impl,
+        sum(counts),
+        x.shape[1],
+        x,
+        x,
+        weights,
+        biases or [None] * len(weights),
+        counts,
+        keep,
+    )
+    return [*ys, full] if keep else ys
+
+
+def _fake(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    counts: list[int],
+    keep: bool,
+    group_name: str,
+    impl: str,
+) -> list[Tensor]:
+    ys = [x.new_empty(sum(counts), w.shape[0]) for w in weights]
+    return [*ys, x.new_empty(sum(counts), x.shape[1])] if keep else ys
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, weights, biases, ctx.counts, ctx.keep, ctx.group_name, ctx.impl = inputs
+    if ctx.keep:
+        ctx.mark_non_differentiable(output[-1])
+    ctx.save_for_backward(output[-1] if ctx.keep else x, *weights)
+    ctx.with_bias = bool(biases)
+
+
+def _backward(ctx: Any, dys: list[Tensor]) -> tuple[Any, ...]:
+    x, *weights = ctx.saved_tensors
+    need_x, need_w, need_b = ctx.needs_input_grad[:3]
+    rows = sum(ctx.counts)
+    dys = [
+        x.new_zeros(rows, w.shape[0]) if dy is None else dy
+        for dy, w in zip(dys, weights, strict=False)
+    ]
+    dx, *dws = _backward_op(
+        dys, x, weights, ctx.counts, ctx.keep, need_x, list(need_w), ctx.group_name, ctx.impl
+    )
+    dbs = [bias_gradient(dy) if need else None for dy, need in zip(dys, need_b, strict=False)]
+    return (
+        dx if need_x else None,
+        [dw if need else None for dw, need in zip(dws, need_w, strict=True)],
+        dbs,
+        None,
+        None,
+        None,
+        None,
+    )
+
+
+def _backward_kernel(
+    dys: list[Tensor],
+    x: Tensor,
+    weights: list[Tensor],
+    counts: list[int],
+    kept: bool,
+    need_x: bool,
+    need_w: list[bool],
+    group_name: str,
+    impl: str,
+) -> list[Tensor]:
+    """[dx, dW_0, ...]; x is the gathered input if `kept`, else this rank's rows."""
+    group = ParallelGroup.by_name(group_name)
+    dws: list[Tensor] = []
+    if not kept and group.size > 1 and any(need_w):
+        x = all_gather(x, group, counts=counts)
+
+    def between() -> None:
+        dws.extend(weight_gradients(dys, x, need_w))
+
+    if not need_x or group.size == 1:
+        between()
+        dx = partial_product(dys, transposed(weights)) if need_x else dys[0].new_empty(0)
+        return [dx, *dws]
+    dx = run(
+        "all_gather_linear.backward",
+        gemm_reduce_scatter.IMPLEMENTATIONS,
+        group,
+        impl,
+        sum(counts),
+        weights[0].shape[1],
+        dys[0],
+        dys,
+        transposed(weights),
+        None,
+        counts,
+        between,
+    )
+    return [dx, *dws]
+
+
+def _backward_fake(
+    dys: list[Tensor],
+    x: Tensor,
+    weights: list[Tensor],
+    counts: list[int],
+    kept: bool,
+    need_x: bool,
+    need_w: list[bool],
+    group_name: str,
+    impl: str,
+) -> list[Tensor]:
+    mine = counts[ParallelGroup.by_name(group_name).rank]
+    dx = dys[0].new_empty(mine, weights[0].shape[1]) if need_x else dys[0].new_empty(0)
+    return [dx] + [
+        w.new_empty(w.shape if need else (0,)) for w, need in zip(weights, need_w, strict=True)
+    ]
+
+
+_backward_op = register(
+    "all_gather_linear_backward",
+    "(Tensor[] dys, Tensor x, Tensor[] weights, SymInt[] counts, bool kept, bool need_x, "
+    "bool[] need_w, str group, str implementation) -> Tensor[]",
+    _backward_kernel,
+    _backward_fake,
+)
+_op = register(
+    "all_gather_linear",
+    "(Tensor x, Tensor[] weights, Tensor[] biases, SymInt[] counts, bool keep, str group, "
+    "str implementation) -> Tensor[]",
+    _forward,
+    _fake,
+    _setup,
+    _backward,
+)

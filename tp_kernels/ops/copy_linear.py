@@ -1,0 +1,159 @@
+"""copy_linear: y = x W^T + b with x equal on all ranks, the opening product of a tensor-parallel block.
+
+Dual: the forward communicates nothing; the backward is dx = all_reduce(dy W), hidden under dW = dy^T x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tp_kernels.comm.group import ParallelGroup
+
+from . import gemm_all_reduce
+from ._gemm import partial_product, weight_gradients
+from ._op import bias_gradient, check_group, direct, finish, prepare, register, run, transposed
+
+
+def copy_linear(
+    x: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    bias: Tensor | Sequence[Tensor | None] | None = None,
+    *,
+    group: ParallelGroup,
+    activation: str | None = None,
+    implementation: str = "auto",
+) -> Tensor | tuple[Tensor, ...]:
+    """Product whose output features are spread over the ranks, of an input that all ranks hold.
+
+    Args:
+        x: [..., K], equal on all ranks.
+        weight: [N_r, K], this rank's rows of the unsplit weight; or several (Q, K, V; gate, up), which
+            then share one collective in the backward.
+        bias: [N_r] (or one per weight), this rank's part.
+        activation: applied to every output.
+        implementation: "auto", or one of "reference", "chunked", "host" (it matters in the backward).
+
+    Returns:
+        [..., N_r], or a tuple of them for several weights. The gradient of x has equal bits on all ranks.
+    """
+    group = check_group("copy_linear", group)
+    rows, weights, biases = prepare("copy_linear", group, x, weight, bias, activation)
+    function = _forward if direct(rows, *weights, *biases) else _op
+    ys = function(rows, weights, biases, group.name, implementation)
+    return finish(ys, x.shape[:-1], activation, single=isinstance(weight, Tensor))
+
+
+def _forward(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor], group_name: str, impl: str
+) -> list[Tensor]:
+    return ParallelGroup.by_name(group_name).run("copy_linear", "local", dense, x, weights, biases)
+
+
+def dense(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
+    """What the op computes; with unsplit weights, the oracle."""
+    pairs = zip(weights, biases or [None] * len(weights), strict=True)
+    return [torch.nn.functional.linear(x, w, b) for w, b in pairs]
+
+
+def _fake(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor], group_name: str, impl: str
+) -> list[Tensor]:
+    return [x.new_empty(x.shape[0], w.shape[0]) for w in weights]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, weights, biases, ctx.group_name, ctx.impl = inputs
+    ctx.save_for_backward(x, *weights)
+    ctx.count, ctx.with_bias = len(weights), bool(biases)
+
+
+def _backward(ctx: Any, dys: list[Tensor]) -> tuple[Any, ...]:
+    x, *weights = ctx.saved_tensors
+    need_x, need_w, need_b = ctx.needs_input_grad[:3]
+    dys = [
+        x.new_zeros(x.shape[0], w.shape[0]) if dy is None else dy
+        for dy, w in zip(dys, weights, strict=True)
+    ]
+    dx, *dws = _backward_op(dys, x, weights, need_x, list(need_w), ctx.group_name, ctx.impl)
+    dbs = [
+        bias_gradient(dy) if need else None for dy, need in zip(dys, need_b, strict=False)
+    ]
+    return (
+        dx if need_x else None,
+        [dw if need else None for dw, need in zip(dws, need_w, strict=True)],
+        dbs,
+        None,
+        None,
+    )
+
+
+def _backward_kernel(
+    dys: list[Tensor],
+    x: Tensor,
+    weights: list[Tensor],
+    need_x: bool,
+    need_w: list[bool],
+    group_name: str,
+    impl: str,
+) -> list[Tensor]:
+    """[dx, dW_0, dW_1, ...]; what is not needed is an empty tensor."""
+    group = ParallelGroup.by_name(group_name)
+    dws: list[Tensor] = []
+
+    def between() -> None:
+        dws.extend(weight_gradients(dys, x, need_w))
+
+    if not need_x or group.size == 1:
+        between()
+        dx = partial_product(dys, transposed(weights)) if need_x else x.new_empty(0)
+        return [dx, *dws]
+    dx = run(
+        "copy_linear.backward",
+        gemm_all_reduce.IMPLEMENTATIONS,
+        group,
+        impl,
+        x.shape[0],
+        x.shape[1],
+        x,
+        dys,
+        transposed(weights),
+        None,
+        between,
+    )
+    return [dx, *dws]
+
+
+def _backward_fake(
+    dys: list[Tensor],
+    x: Tensor,
+    weights: list[Tensor],
+    need_x: bool,
+    need_w: list[bool],
+    group_name: str,
+    impl: str,
+) -> list[Tensor]:
+    dx = x.new_empty(x.shape if need_x else (0,))
+    return [dx] + [
+        w.new_empty(w.shape if need else (0,)) for w, need in zip(weights, need_w, strict=True)
+    ]
+
+
+_backward_op = register(
+    "copy_linear_backward",
+    "(Tensor[] dys, Tensor x, Tensor[] weights, bool need_x, bool[] need_w, str group, "
+    "str implementation) -> Tensor[]",
+    _backward_kernel,
+    _backward_fake,
+)
+_op = register(
+    "copy_linear",
+    "(Tensor x, Tensor[] weights, Tensor[] biases, str group, str implementation) -> Tensor[]",
+    _forward,
+    _fake,
+    _setup,
+    _backward,
+)

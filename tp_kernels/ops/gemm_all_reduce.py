@@ -1,0 +1,141 @@
+"""y = all_reduce(sum_i x_i W_i^T) + bias: the product whose summands are spread over the ranks.
+
+Forward of `linear_all_reduce`, input gradient of `copy_linear`. Partial products have the dtype of x and
+are summed over ranks in fp32, in rank order; bias is added once, before the one rounding.
+
+    x_i [M, K_i], W_i [N, K_i], bias [N] -> y [M, N] on every rank
+    between: called when this rank's part is on its way, to do work that hides the transfer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tp_kernels.comm.group import ParallelGroup
+from tp_kernels.comm.process_group import Pending, ordered_sum
+
+from ._gemm import Between, block_rows, blocks, partial_product
+
+
+def reference(
+    group: ParallelGroup,
+    xs: Sequence[Tensor],
+    ws: Sequence[Tensor],
+    bias: Tensor | None,
+    between: Between = None,
+) -> Tensor:
+    """Whole product, then the collective: the oracle and the serial baseline."""
+    group.transport.agree("linear_all_reduce", xs[0], xs[0].shape[0], ws[0].shape[0])
+    summed = _send(group, partial_product(xs, ws), bias)
+    if between:
+        between()
+    return summed.gather().wait()
+
+
+def chunked(
+    group: ParallelGroup,
+    xs: Sequence[Tensor],
+    ws: Sequence[Tensor],
+    bias: Tensor | None,
+    between: Between = None,
+) -> Tensor:
+    """Row blocks through the process group: block k travels while block k+1 is computed."""
+    rows, width = xs[0].shape[0], ws[0].shape[0]
+    group.transport.agree("linear_all_reduce", xs[0], rows, width)
+    sending: _Block | None = None
+    gathering: list[_Gathering] = []
+    for start, stop in blocks(rows, block_rows(rows, rows)):
+        block = _send(group, partial_product([x[start:stop] for x in xs], ws), bias)
+        if sending is not None:
+            gathering.append(sending.gather())
+        sending = block
+    if between:
+        between()
+    gathering.append(sending.gather())
+    return torch.cat([block.wait() for block in gathering])
+
+
+def host(
+    group: ParallelGroup,
+    xs: Sequence[Tensor],
+    ws: Sequence[Tensor],
+    bias: Tensor | None,
+    between: Between = None,
+) -> Tensor:
+    """The product lands in shared memory block by block; peers reduce block k-1 meanwhile."""
+    slot = group.slot
+    dtype = xs[0].dtype
+    rows, width = xs[0].shape[0], ws[0].shape[0]
+    out = xs[0].new_empty(rows, width)
+    size = block_rows(rows, slot.capacity // max(1, width * dtype.itemsize))
+    unread: tuple[int, int] | None = None
+
+    def read(block: tuple[int, int]) -> None:
+        slot.reduce_all(out[block[0] : block[1]], bias)
+        slot.finish()
+
+    for start, stop in blocks(rows, size):
+        index = slot.begin()
+        view = slot.view(group.rank, index, (stop - start, width), dtype)
+        partial_product(xs if stop - start == rows else [x[start:stop] for x in xs], ws, view)
+        slot.publish("linear_all_reduce", dtype, rows, width, start)
+        if unread is not None:
+            read(unread)
+        unread = (start, stop)
+    if between:
+        between()
+    read(unread)
+    return out
+
+
+IMPLEMENTATIONS = {"reference": reference, "chunked": chunked, "host": host}
+
+
+class _Block:
+    """One row block on its way to the ranks that sum its parts."""
+
+    def __init__(
+        self, group: ParallelGroup, pending: Pending | None, partial: Tensor, bias: Tensor | None
+    ) -> None:
+        self._group, self._pending, self._partial, self._bias = group, pending, partial, bias
+
+    def gather(self) -> _Gathering:
+        """Sum this rank's part and send the sum to everybody."""
+        partial, group = self._partial, self._group
+        if self._pending is None:
+            return _Gathering(None, partial)
+        parts = self._pending.wait()
+        bias = self._bias
+        if bias is not None:
+            first = group.rank * parts.shape[1]
+            index = torch.arange(first, first + parts.shape[1], device=bias.device)
+            bias = bias[index % bias.numel()]
+        mine = ordered_sum(parts, bias, parts.new_empty(1, parts.shape[1]))
+        return _Gathering(group.transport.all_gather(mine, [1] * group.size), partial)
+
+
+class _Gathering:
+    def __init__(self, pending: Pending | None, like: Tensor) -> None:
+        self._pending, self._like = pending, like
+
+    def wait(self) -> Tensor:
+        if self._pending is None:
+            return self._like
+        return self._pending.wait().view(-1)[: self._like.numel()].view(self._like.shape)
+
+
+def _send(group: ParallelGroup, partial: Tensor, bias: Tensor | None) -> _Block:
+    """Start the all-to-all of equal parts; part r is summed by rank r."""
+    if partial.numel() == 0:
+        return _Block(group, None, partial, bias)
+    part = -(-partial.numel() // group.size)
+    padded = partial.view(-1)
+    if part * group.size != partial.numel():
+        padded = partial.new_zeros(group.size * part)
+        padded[: partial.numel()] = partial.view(-1)
+    ones = [1] * group.size
+    pending = group.transport.all_to_all(padded.view(group.size, part), ones, ones)
+    return _Block(group, pending, partial, bias)

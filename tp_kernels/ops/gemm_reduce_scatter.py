@@ -1,0 +1,134 @@
+"""y = reduce_scatter(sum_i x_i W_i^T) + bias: every rank keeps the sums of its own rows.
+
+Forward of `linear_reduce_scatter`, input gradient of `all_gather_linear`. Summed over ranks in fp32, in
+rank order; bias is added once, before the one rounding.
+
+    x_i [sum(counts), K_i], W_i [N, K_i], bias [N] -> y [counts[rank], N]
+    between: called when this rank's part is on its way, to do work that hides the transfer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from tp_kernels.comm.group import ParallelGroup
+from tp_kernels.comm.process_group import Pending, ordered_sum
+
+from ._gemm import Between, block_rows, part_blocks, partial_product, starts
+
+
+def reference(
+    group: ParallelGroup,
+    xs: Sequence[Tensor],
+    ws: Sequence[Tensor],
+    bias: Tensor | None,
+    counts: Sequence[int],
+    between: Between = None,
+) -> Tensor:
+    """Whole product, then the collective: the oracle and the serial baseline."""
+    transport, mine = group.transport, counts[group.rank]
+    transport.agree("linear_reduce_scatter", xs[0], sum(counts), ws[0].shape[0])
+    pending = transport.all_to_all(partial_product(xs, ws), counts, [mine] * group.size)
+    if between:
+        between()
+    return _sum(pending, group, bias, xs[0].new_empty(mine, ws[0].shape[0]))
+
+
+def chunked(
+    group: ParallelGroup,
+    xs: Sequence[Tensor],
+    ws: Sequence[Tensor],
+    bias: Tensor | None,
+    counts: Sequence[int],
+    between: Between = None,
+) -> Tensor:
+    """Row blocks through the process group: round k travels while round k+1 is computed."""
+    transport = group.transport
+    width = ws[0].shape[0]
+    transport.agree("linear_reduce_scatter", xs[0], sum(counts), width)
+    out = xs[0].new_empty(counts[group.rank], width)
+    first = starts(counts)[group.rank]
+    flying: tuple[Pending, Tensor] | None = None
+    size = -(-block_rows(sum(counts), sum(counts)) // group.size)
+    for ranges in part_blocks(counts, size):
+        sizes = [stop - start for start, stop in ranges]
+        partial = xs[0].new_empty(sum(sizes), width)
+        _products(xs, ws, ranges, partial)
+        start, stop = ranges[group.rank]
+        pending = transport.all_to_all(partial, sizes, [stop - start] * group.size)
+        if flying is not None:
+            _sum(flying[0], group, bias, flying[1])
+        flying = (pending, out[start - first : stop - first])
+    if between:
+        between()
+    if flying is not None:
+        _sum(flying[0], group, bias, flying[1])
+    return out
+
+
+def host(
+    group: ParallelGroup,
+    xs: Sequence[Tensor],
+    ws: Sequence[Tensor],
+    bias: Tensor | None,
+    counts: Sequence[int],
+    between: Between = None,
+) -> Tensor:
+    """The product lands in shared memory; each owner reduces round k-1 while k is computed."""
+    slot = group.slot
+    dtype = xs[0].dtype
+    rows, width = sum(counts), ws[0].shape[0]
+    out = xs[0].new_empty(counts[group.rank], width)
+    first = starts(counts)[group.rank]
+    most = slot.capacity // max(1, width * dtype.itemsize)
+    size = max(1, block_rows(rows, most) // group.size)
+    if rows <= most and rows <= block_rows(rows, most):
+        size = max(*counts, 1)  # one round: one product instead of one per destination
+    unread: tuple[int, Tensor] | None = None
+
+    def read(block: tuple[int, Tensor]) -> None:
+        slot.reduce(block[1], block[0] * width, bias)
+        slot.finish()
+
+    for ranges in part_blocks(counts, size):
+        index = slot.begin()
+        sizes = [stop - start for start, stop in ranges]
+        view = slot.view(group.rank, index, (sum(sizes), width), dtype)
+        _products(xs, ws, ranges, view)
+        start, stop = ranges[group.rank]
+        slot.publish("linear_reduce_scatter", dtype, rows, width, ranges[0][0])
+        if unread is not None:
+            read(unread)
+        unread = (sum(sizes[: group.rank]), out[start - first : stop - first])
+    if between:
+        between()
+    if unread is not None:
+        read(unread)
+    return out
+
+
+IMPLEMENTATIONS = {"reference": reference, "chunked": chunked, "host": host}
+
+
+def _products(
+    xs: Sequence[Tensor], ws: Sequence[Tensor], ranges: list[tuple[int, int]], out: Tensor
+) -> None:
+    """Products of the row ranges, one after the other in `out`; adjacent ranges as one product."""
+    if out.shape[0] == xs[0].shape[0]:
+        partial_product(xs, ws, out)
+        return
+    position = 0
+    for start, stop in ranges:
+        if stop > start:
+            target = out[position : position + stop - start]
+            partial_product([x[start:stop] for x in xs], ws, target)
+            position += stop - start
+
+
+def _sum(pending: Pending, group: ParallelGroup, bias: Tensor | None, out: Tensor) -> Tensor:
+    parts = pending.wait()
+    if out.numel() == 0:
+        return out
+    return ordered_sum(parts.view(group.size, *out.shape), bias, out)

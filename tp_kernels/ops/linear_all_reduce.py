@@ -1,0 +1,102 @@
+"""linear_all_reduce: y = all_reduce(x W^T) + b, the closing product of a tensor-parallel block.
+
+Dual: the backward communicates nothing (dx = dy W, dW = dy^T x); `copy_linear` communicates there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tp_kernels.comm.group import ParallelGroup
+
+from . import gemm_all_reduce
+from ._op import bias_gradient, check_group, direct, finish, prepare, register, run
+
+
+def linear_all_reduce(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: ParallelGroup,
+    activation: str | None = None,
+    implementation: str = "auto",
+) -> Tensor:
+    """Product whose input features are spread over the ranks, summed on all of them.
+
+    Args:
+        x: [..., K_r], this rank's input features; the same leading shape on every rank.
+        weight: [N, K_r], this rank's columns of the unsplit [N, K] weight.
+        bias: [N], equal on all ranks, added once.
+        activation: "gelu", "gelu_tanh", "silu" or "relu", applied to the sum.
+        implementation: "auto", or one of "reference", "chunked", "host".
+
+    Returns:
+        [..., N], the same bits on every rank. dtype of x: float32, bfloat16, float16 (float64 through
+        the process group). Summed in fp32 in rank order, rounded once.
+
+    Raises:
+        ShapeError, UnsupportedError: before anything is sent.
+        GroupMismatchError, CollectiveTimeoutError, PeerLostError: naming the rank concerned.
+    """
+    group = check_group("linear_all_reduce", group)
+    rows, weights, biases = prepare("linear_all_reduce", group, x, weight, bias, activation)
+    b = biases[0] if biases else None
+    function = _forward if direct(rows, weights[0], b) else _op
+    y = function(rows, weights[0], b, group.name, implementation)
+    return finish([y], x.shape[:-1], activation, single=True)
+
+
+def dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """What the op computes, on one process with unsplit tensors."""
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def _forward(x: Tensor, w: Tensor, bias: Tensor | None, group_name: str, impl: str) -> Tensor:
+    group = ParallelGroup.by_name(group_name)
+    if group.size == 1:
+        return group.run("linear_all_reduce", "reference", dense, x, w, bias)
+    return run(
+        "linear_all_reduce",
+        gemm_all_reduce.IMPLEMENTATIONS,
+        group,
+        impl,
+        x.shape[0],
+        w.shape[0],
+        x,
+        [x],
+        [w],
+        bias,
+    )
+
+
+def _fake(x: Tensor, w: Tensor, bias: Tensor | None, group_name: str, impl: str) -> Tensor:
+    return x.new_empty(x.shape[0], w.shape[0])
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, w, bias, _, _ = inputs
+    need_x, need_w = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(x if need_w else None, w if need_x else None)
+    ctx.has_bias = bias is not None
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, w = ctx.saved_tensors
+    dx = torch.mm(dy, w) if ctx.needs_input_grad[0] else None
+    dw = torch.mm(dy.t(), x) if ctx.needs_input_grad[1] else None
+    db = bias_gradient(dy) if ctx.has_bias and ctx.needs_input_grad[2] else None
+    return dx, dw, db, None, None
+
+
+_op = register(
+    "linear_all_reduce",
+    "(Tensor x, Tensor weight, Tensor? bias, str group, str implementation) -> Tensor",
+    _forward,
+    _fake,
+    _setup,
+    _backward,
+)

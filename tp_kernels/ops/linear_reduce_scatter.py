@@ -1,0 +1,180 @@
+"""linear_reduce_scatter: y = reduce_scatter(x W^T) + b, the closing product under sequence parallelism.
+
+Dual: dx = all_gather(dy) W, and dW = all_gather(dy)^T x from the same gathered dy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tp_kernels.comm.group import ParallelGroup
+from tp_kernels.comm.layout import split_sizes
+
+from . import all_gather_gemm, gemm_reduce_scatter
+from ._op import bias_gradient, check_group, direct, finish, prepare, register, run
+
+
+def linear_reduce_scatter(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: ParallelGroup,
+    activation: str | None = None,
+    implementation: str = "auto",
+) -> Tensor:
+    """Product whose input features are spread over the ranks; each rank keeps its rows of the sum.
+
+    Args:
+        x: [R, ..., K_r], this rank's input features of all R rows (the first dimension; any number).
+        weight: [N, K_r], this rank's columns of the unsplit [N, K] weight.
+        bias: [N], equal on all ranks, added once to every row. Its gradient is complete on every rank.
+        activation: applied to the sum.
+        implementation: "auto", or one of "reference", "chunked", "host".
+
+    Returns:
+        [split_sizes(R, W)[rank], ..., N]. Summed in fp32 in rank order, rounded once.
+    """
+    group = check_group("linear_reduce_scatter", group)
+    rows, weights, biases = prepare("linear_reduce_scatter", group, x, weight, bias, activation)
+    b = biases[0] if biases else None
+    first = x.shape[0] if x.dim() > 1 else 1
+    inner = x.shape[1:-1].numel()
+    sizes = split_sizes(first, group.size)
+    counts = [size * inner for size in sizes]
+    function = _forward if direct(rows, weights[0], b) else _op
+    y = function(rows, weights[0], b, counts, group.name, implementation)
+    leading = (sizes[group.rank], *x.shape[1:-1])
+    return finish([y], leading, activation, single=True)
+
+
+def dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """What the ranks compute together, on one process with unsplit tensors."""
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def _forward(
+    x: Tensor, w: Tensor, bias: Tensor | None, counts: list[int], group_name: str, impl: str
+) -> Tensor:
+    group = ParallelGroup.by_name(group_name)
+    if group.size == 1:
+        return group.run("linear_reduce_scatter", "reference", dense, x, w, bias)
+    return run(
+        "linear_reduce_scatter",
+        gemm_reduce_scatter.IMPLEMENTATIONS,
+        group,
+        impl,
+        x.shape[0],
+        w.shape[0],
+        x,
+        [x],
+        [w],
+        bias,
+        counts,
+    )
+
+
+def _fake(
+    x: Tensor, w: Tensor, bias: Tensor | None, counts: list[int], group_name: str, impl: str
+) -> Tensor:
+    return x.new_empty(counts[ParallelGroup.by_name(group_name).rank], w.shape[0])
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, w, bias, ctx.counts, ctx.group_name, ctx.impl = inputs
+    ctx.save_for_backward(x, w)
+    ctx.has_bias = bias is not None
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    x, w = ctx.saved_tensors
+    need_x, need_w, need_b = ctx.needs_input_grad[:3]
+    dx, dw, db = _backward_op(
+        dy, x, w, ctx.counts, need_x, need_w, ctx.has_bias and need_b, ctx.group_name, ctx.impl
+    )
+    return (
+        dx if need_x else None,
+        dw if need_w else None,
+        db if ctx.has_bias and need_b else None,
+        None,
+        None,
+        None,
+    )
+
+
+def _backward_kernel(
+    dy: Tensor,
+    x: Tensor,
+    w: Tensor,
+    counts: list[int],
+    need_x: bool,
+    need_w: bool,
+    need_b: bool,
+    group_name: str,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    group = ParallelGroup.by_name(group_name)
+    empty = x.new_empty(0)
+    if not (need_x or need_w or need_b):
+        return empty, empty.clone(), empty.clone()
+    if group.size == 1:
+        dxs, gathered = [torch.mm(dy, w)] if need_x else [], dy
+    else:
+        dxs, gathered = run(
+            "linear_reduce_scatter.backward",
+            all_gather_gemm.IMPLEMENTATIONS,
+            group,
+            impl,
+            sum(counts),
+            dy.shape[1],
+            dy,
+            dy,
+            [w.t()] if need_x else [],
+            [None] if need_x else [],
+            counts,
+            True,
+        )
+    return (
+        dxs[0] if need_x else empty,
+        torch.mm(gathered.t(), x) if need_w else empty.clone(),
+        bias_gradient(gathered) if need_b else empty.clone(),
+    )
+
+
+def _backward_fake(
+    dy: Tensor,
+    x: Tensor,
+    w: Tensor,
+    counts: list[int],
+    need_x: bool,
+    need_w: bool,
+    need_b: bool,
+    group_name: str,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        x.new_empty(x.shape if need_x else (0,)),
+        w.new_empty(w.shape if need_w else (0,)),
+        w.new_empty(w.shape[:1] if need_b else (0,)),
+    )
+
+
+_backward_op = register(
+    "linear_reduce_scatter_backward",
+    "(Tensor dy, Tensor x, Tensor weight, SymInt[] counts, bool need_x, bool need_w, bool need_b, "
+    "str group, str implementation) -> (Tensor, Tensor, Tensor)",
+    _backward_kernel,
+    _backward_fake,
+)
+_op = register(
+    "linear_reduce_scatter",
+    "(Tensor x, Tensor weight, Tensor? bias, SymInt[] counts, str group, str implementation) "
+    "-> Tensor",
+    _forward,
+    _fake,
+    _setup,
+    _backward,
+)

@@ -1,0 +1,172 @@
+"""Collectives with gradients, each beside its dual. Rows are the first dimension.
+
+| forward                                  | backward                          |
+|------------------------------------------|-----------------------------------|
+| reduce_from_ranks: all-reduce            | identity                          |
+| copy_to_ranks: identity                  | all-reduce                        |
+| scatter_rows: this rank's rows           | all-gather of rows                |
+| gather_rows: all-gather of rows          | this rank's rows, or the reduce-scatter |
+| gather_features: all-gather of last dim  | this rank's features              |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from tp_kernels.comm import collectives
+from tp_kernels.comm.errors import UnsupportedError
+from tp_kernels.comm.group import ParallelGroup
+from tp_kernels.comm.layout import split_sizes
+
+from ._op import direct, register
+
+
+def reduce_from_ranks(x: Tensor, *, group: ParallelGroup) -> Tensor:
+    """Sum of x [...] over the ranks; the gradient, equal on all ranks, passes unchanged."""
+    if group.size == 1:
+        return x
+    return (_reduce if direct(x) else _reduce_op)(x, group.name)
+
+
+def copy_to_ranks(x: Tensor, *, group: ParallelGroup) -> Tensor:
+    """x itself; the gradient is summed over the ranks, which use x for different parts of the work."""
+    return x if group.size == 1 or direct(x) else _copy_op(x, group.name)
+
+
+def scatter_rows(x: Tensor, *, group: ParallelGroup) -> Tensor:
+    """[R, ...], equal on all ranks -> [split_sizes(R, W)[rank], ...]."""
+    if group.size == 1:
+        return x
+    counts = split_sizes(x.shape[0], group.size)
+    return (_scatter if direct(x) else _scatter_op)(x, counts, group.name)
+
+
+def gather_rows(
+    x: Tensor, *, group: ParallelGroup, rows: int | None = None, gradient: str = "slice"
+) -> Tensor:
+    """[R_r, ...] -> [R, ...]; rows: R, default R_r * W.
+
+    gradient: "slice" where what follows is the same on all ranks (its gradient is complete);
+        "reduce_scatter" where the ranks use the gathered rows for different parts of the work.
+    """
+    if gradient not in ("slice", "reduce_scatter"):
+        raise UnsupportedError(f"gather_rows: gradient={gradient!r}; 'slice' or 'reduce_scatter'")
+    if group.size == 1:
+        return x
+    counts = collectives.row_counts("gather_rows", x, group, rows)
+    if direct(x):
+        return _gather(x, counts, False, group.name)
+    return _gather_op(x, counts, gradient == "reduce_scatter", group.name)
+
+
+def gather_features(x: Tensor, sizes: Sequence[int], *, group: ParallelGroup) -> Tensor:
+    """[..., sizes[rank]] -> [..., sum(sizes)], for use that is the same on all ranks."""
+    if group.size == 1:
+        return x
+    return (_features if direct(x) else _features_op)(x, list(sizes), group.name)
+
+
+def _reduce(x: Tensor, name: str) -> Tensor:
+    return collectives.all_reduce(x, ParallelGroup.by_name(name))
+
+
+def _copy(x: Tensor, name: str) -> Tensor:
+    return x.clone()  # an op may not return its input; only reached when gradients are recorded
+
+
+def _scatter(x: Tensor, counts: list[int], name: str) -> Tensor:
+    return collectives.my_rows(x, ParallelGroup.by_name(name)).clone()
+
+
+def _gather(x: Tensor, counts: list[int], reduce: bool, name: str) -> Tensor:
+    return collectives.all_gather(x, ParallelGroup.by_name(name), counts=counts)
+
+
+def _features(x: Tensor, sizes: list[int], name: str) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    full = collectives.all_gather(rows.t(), ParallelGroup.by_name(name), counts=sizes)
+    return full.t().reshape(*x.shape[:-1], full.shape[0])
+
+
+def _reduce_scatter(x: Tensor, name: str) -> Tensor:
+    return collectives.reduce_scatter(x, ParallelGroup.by_name(name))
+
+
+def _mine(counts: Sequence[int], name: str) -> int:
+    return counts[ParallelGroup.by_name(name).rank]
+
+
+def _part(x: Tensor, dim: int, counts: Sequence[int], name: str) -> Tensor:
+    """This rank's part of a tensor that all ranks hold, divided by `counts` along `dim`."""
+    rank = ParallelGroup.by_name(name).rank
+    return x.narrow(dim, sum(counts[:rank]), counts[rank])
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.arguments = inputs[1:]
+
+
+_reduce_scatter_op = register(
+    "reduce_scatter_rows",
+    "(Tensor x, str group) -> Tensor",
+    _reduce_scatter,
+    lambda x, name: x.new_empty(
+        _mine(split_sizes(x.shape[0], ParallelGroup.by_name(name).size), name), *x.shape[1:]
+    ),
+)
+_gather_op = register(
+    "gather_rows",
+    "(Tensor x, SymInt[] counts, bool reduce, str group) -> Tensor",
+    _gather,
+    lambda x, counts, reduce, name: x.new_empty(sum(counts), *x.shape[1:]),
+    _remember,
+    lambda ctx, dy: (
+        _reduce_scatter_op(dy, ctx.arguments[2])
+        if ctx.arguments[1]
+        else _part(dy, 0, ctx.arguments[0], ctx.arguments[2]),
+        None,
+        None,
+        None,
+    ),
+)
+_scatter_op = register(
+    "scatter_rows",
+    "(Tensor x, SymInt[] counts, str group) -> Tensor",
+    _scatter,
+    lambda x, counts, name: x.new_empty(_mine(counts, name), *x.shape[1:]),
+    _remember,
+    lambda ctx, dy: (_gather_op(dy, ctx.arguments[0], False, ctx.arguments[1]), None, None),
+)
+_all_reduce_op = register(
+    "all_reduce",
+    "(Tensor x, str group) -> Tensor",
+    _reduce,
+    lambda x, name: x.new_empty(x.shape),
+)
+_reduce_op = register(
+    "reduce_from_ranks",
+    "(Tensor x, str group) -> Tensor",
+    _reduce,
+    lambda x, name: x.new_empty(x.shape),
+    _remember,
+    lambda ctx, dy: (dy, None),
+)
+_copy_op = register(
+    "copy_to_ranks",
+    "(Tensor x, str group) -> Tensor",
+    _copy,
+    lambda x, name: x.new_empty(x.shape),
+    _remember,
+    lambda ctx, dy: (_all_reduce_op(dy, ctx.arguments[0]), None),
+)
+_features_op = register(
+    "gather_features",
+    "(Tensor x, SymInt[] sizes, str group) -> Tensor",
+    _features,
+    lambda x, sizes, name: x.new_empty(*x.shape[:-1], sum(sizes)),
+    _remember,
+    lambda ctx, dy: (_part(dy, -1, *ctx.arguments), None, None),
+)
