@@ -162,6 +162,7 @@ class SafetensorsReader:
             raise UnsupportedError(
                 f"{path} has neither {_WEIGHTS} nor {_INDEX}{_pickle_hint(path)}"
             )
+        self.names = sorted(self._files)
 
     def __contains__(self, name: str) -> bool:
         return name in self._files

@@ -138,7 +138,9 @@ def load_parallel(
                 value = reader.tensor(source)
             else:
                 value = reader.slice(source, placement.dim, *placement.local_range)
-            loaded = nn.Parameter(value.to(dtype), requires_grad=parameter.requires_grad)
+            # A private, aligned copy: what the reader returns may be a strided view of the file.
+            own = torch.empty(value.shape, dtype=dtype).copy_(value)
+            loaded = nn.Parameter(own, requires_grad=parameter.requires_grad)
             _replace_parameter(model, parameter, loaded)
             if progress is not None:
                 progress(done, len(placed))

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from tp_kernels.comm.errors import UnsupportedError
 from tp_kernels.comm.group import GroupLike, as_group
-from tp_kernels.ops._op import ACTIVATIONS
+from tp_kernels.ops._op import ACTIVATIONS, activate
 
 from .linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 
@@ -39,10 +39,9 @@ class ParallelMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if activation not in ACTIVATIONS:
-            raise UnsupportedError(
-                f"ParallelMLP: activation={activation!r}; known are {', '.join(ACTIVATIONS)}"
-            )
+        if activation is None or activation not in ACTIVATIONS:
+            known = ", ".join(str(name) for name in ACTIVATIONS if name)
+            raise UnsupportedError(f"ParallelMLP: activation={activation!r}; known are {known}")
         self.activation = activation
         options = {
             "group": as_group(group),
@@ -57,9 +56,8 @@ class ParallelMLP(nn.Module):
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias, **options)
 
     def forward(self, x: Tensor, rows: int | None = None) -> Tensor:
-        act = ACTIVATIONS[self.activation]
         if self.gate_proj is None:
             (up,) = column_parallel(x, [self.up_proj], rows)
-            return self.down_proj(act(up))
+            return self.down_proj(activate(up, self.activation))
         gate, up = column_parallel(x, [self.gate_proj, self.up_proj], rows)
-        return self.down_proj(act(gate) * up)
+        return self.down_proj(activate(gate, self.activation) * up)

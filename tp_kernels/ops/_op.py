@@ -8,7 +8,7 @@ schema, fake kernel and autograd formula, so torch.compile, functorch and checkp
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from tp_kernels.dispatch import choose
 
 library = torch.library.Library("tp_kernels", "DEF")  # noqa: TOR901 - one library, one process life
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor] | None] = {
+    None: None,
     "gelu": torch.nn.functional.gelu,
     "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
     "silu": torch.nn.functional.silu,
@@ -99,25 +100,52 @@ def prepare(
     bias: Tensor | Sequence[Tensor | None] | None,
     activation: str | None,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """x [..., K] -> [M, K]; weights and biases as lists (all biases or none), autocast applied."""
+    """x [..., K], weights and biases as lists (all biases or none), checked, autocast applied."""
     weights = [weight] if isinstance(weight, Tensor) else list(weight)
-    biases = [bias] if bias is None or isinstance(bias, Tensor) else list(bias)
-    if len(biases) == 1 and biases[0] is None:
-        biases = [None] * len(weights)
+    if bias is None:
+        biases: list[Tensor | None] = [None] * len(weights)
+    else:
+        biases = [bias] if isinstance(bias, Tensor) else list(bias)
+    if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
+        cast = torch.get_autocast_dtype(x.device.type)
+        x = x.to(cast)
+        weights = [w.to(cast) for w in weights]
+        biases = [None if b is None else b.to(cast) for b in biases]
+    dtype, shape = x.dtype, x.shape
+    valid = len(shape) > 0 and dtype in FLOATING and 0 < len(weights) == len(biases)
+    for w, b in zip(weights, biases, strict=False):
+        valid = valid and w.dim() == 2 and w.shape[1] == shape[-1] and w.dtype is dtype
+        valid = valid and (b is None or (b.dtype is dtype and b.shape == w.shape[:1]))
+    if not valid or weights[0].device != x.device or activation not in ACTIVATIONS:
+        _refuse(operation, group, x, weights, biases, activation)
+    if bias is None:
+        return x, weights, []
+    if any(b is not None for b in biases):  # torch lists hold no None
+        filled = [
+            w.new_zeros(w.shape[0]) if b is None else b.contiguous()
+            for w, b in zip(weights, biases, strict=True)
+        ]
+        return x, weights, filled
+    return x, weights, []
+
+
+def _refuse(
+    operation: str,
+    group: ParallelGroup,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    activation: str | None,
+) -> NoReturn:
+    """Say which argument is wrong; runs before anything is sent."""
     where = f"{operation} on rank {group.rank} of {group.size}"
-    if not weights or len(biases) != len(weights):
-        raise ShapeError(f"{where}: {len(weights)} weights and {len(biases)} biases")
-    if activation is not None and activation not in ACTIVATIONS:
-        raise UnsupportedError(
-            f"{where}: activation={activation!r}; known are {', '.join(ACTIVATIONS)}"
-        )
+    if activation not in ACTIVATIONS:
+        known = ", ".join(str(name) for name in ACTIVATIONS)
+        raise UnsupportedError(f"{where}: activation={activation!r}; known are {known}")
     if x.dim() == 0:
         raise ShapeError(f"{where}: x is a scalar, expected [..., K]")
-    if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x = x.to(dtype)
-        weights = [w.to(dtype) for w in weights]
-        biases = [None if b is None else b.to(dtype) for b in biases]
+    if not weights or len(biases) != len(weights):
+        raise ShapeError(f"{where}: {len(weights)} weights and {len(biases)} biases")
     if x.dtype not in FLOATING:
         raise UnsupportedError(f"{where}: x has dtype {x.dtype}; supported are {FLOATING}")
     for index, (w, b) in enumerate(zip(weights, biases, strict=True)):
@@ -136,22 +164,22 @@ def prepare(
                 f"{where}: bias {index} is {tuple(b.shape)} {b.dtype}, expected [{w.shape[0]}] "
                 f"{x.dtype}"
             )
-    if any(b is not None for b in biases):  # torch lists hold no None
-        biases = [
-            w.new_zeros(w.shape[0]) if b is None else b.contiguous()
-            for w, b in zip(weights, biases, strict=True)
-        ]
-    return x.reshape(-1, x.shape[-1]), weights, [b for b in biases if b is not None]
+    raise UnsupportedError(f"{where}: arguments on different devices")
 
 
-def finish(
-    ys: Sequence[Tensor], leading: Sequence[int], activation: str | None, single: bool
-) -> Tensor | tuple[Tensor, ...]:
-    """[M, N_i] -> [*leading, N_i], activation applied, unwrapped when one weight was passed."""
-    outs = [y.view(*leading, y.shape[-1]) for y in ys]
-    if activation is not None:
-        outs = [ACTIVATIONS[activation](y) for y in outs]
-    return outs[0] if single else tuple(outs)
+def rows_of(x: Tensor) -> Tensor:
+    """x [..., K] -> [M, K]."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def finish(y: Tensor, leading: Sequence[int], activation: str | None) -> Tensor:
+    """[M, N] -> [*leading, N], activation applied."""
+    return activate(y if len(leading) == 1 else y.view(*leading, y.shape[-1]), activation)
+
+
+def activate(y: Tensor, activation: str | None) -> Tensor:
+    function = ACTIVATIONS[activation]
+    return y if function is None else function(y)
 
 
 def transposed(weights: Sequence[Tensor]) -> list[Tensor]:

@@ -18,7 +18,17 @@ from tp_kernels.comm.group import ParallelGroup
 
 from . import all_gather_gemm, gemm_reduce_scatter
 from ._gemm import partial_product, weight_gradients
-from ._op import bias_gradient, check_group, direct, finish, prepare, register, run, transposed
+from ._op import (
+    bias_gradient,
+    check_group,
+    direct,
+    finish,
+    prepare,
+    register,
+    rows_of,
+    run,
+    transposed,
+)
 
 
 def all_gather_linear(
@@ -51,9 +61,9 @@ def all_gather_linear(
     group = check_group("all_gather_linear", group)
     if gathered not in ("keep", "redo"):
         raise UnsupportedError(f"all_gather_linear: gathered={gathered!r}; use 'keep' or 'redo'")
-    flat, weights, biases = prepare("all_gather_linear", group, x, weight, bias, activation)
-    single_row = x.dim() == 1
-    sizes = row_counts("all_gather_linear", flat if single_row else x, group, rows)
+    x, weights, biases = prepare("all_gather_linear", group, x, weight, bias, activation)
+    flat = rows_of(x)
+    sizes = row_counts("all_gather_linear", flat if x.dim() == 1 else x, group, rows)
     inner = x.shape[1:-1].numel()
     counts = [size * inner for size in sizes]
     if direct(flat, *weights, *biases):
@@ -63,7 +73,8 @@ def all_gather_linear(
         ys = _op(flat, weights, biases, counts, keep, group.name, implementation)
         ys = ys[:-1] if keep else ys
     leading = (sum(sizes), *x.shape[1:-1])
-    return finish(ys, leading, activation, single=isinstance(weight, Tensor))
+    outs = tuple(finish(y, leading, activation) for y in ys)
+    return outs[0] if isinstance(weight, Tensor) else outs
 
 
 def dense(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:

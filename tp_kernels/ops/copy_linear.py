@@ -15,7 +15,17 @@ from tp_kernels.comm.group import ParallelGroup
 
 from . import gemm_all_reduce
 from ._gemm import partial_product, weight_gradients
-from ._op import bias_gradient, check_group, direct, finish, prepare, register, run, transposed
+from ._op import (
+    activate,
+    bias_gradient,
+    check_group,
+    direct,
+    prepare,
+    register,
+    rows_of,
+    run,
+    transposed,
+)
 
 
 def copy_linear(
@@ -41,10 +51,11 @@ def copy_linear(
         [..., N_r], or a tuple of them for several weights. The gradient of x has equal bits on all ranks.
     """
     group = check_group("copy_linear", group)
-    rows, weights, biases = prepare("copy_linear", group, x, weight, bias, activation)
-    function = _forward if direct(rows, *weights, *biases) else _op
-    ys = function(rows, weights, biases, group.name, implementation)
-    return finish(ys, x.shape[:-1], activation, single=isinstance(weight, Tensor))
+    x, weights, biases = prepare("copy_linear", group, x, weight, bias, activation)
+    function = _forward if direct(x, *weights, *biases) else _op
+    ys = function(x, weights, biases, group.name, implementation)
+    outs = tuple(ys) if activation is None else tuple(activate(y, activation) for y in ys)
+    return outs[0] if isinstance(weight, Tensor) else outs
 
 
 def _forward(
@@ -62,7 +73,7 @@ def dense(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> lis
 def _fake(
     x: Tensor, weights: list[Tensor], biases: list[Tensor], group_name: str, impl: str
 ) -> list[Tensor]:
-    return [x.new_empty(x.shape[0], w.shape[0]) for w in weights]
+    return [x.new_empty(*x.shape[:-1], w.shape[0]) for w in weights]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -75,12 +86,13 @@ def _backward(ctx: Any, dys: list[Tensor]) -> tuple[Any, ...]:
     x, *weights = ctx.saved_tensors
     need_x, need_w, need_b = ctx.needs_input_grad[:3]
     dys = [
-        x.new_zeros(x.shape[0], w.shape[0]) if dy is None else dy
+        x.new_zeros(*x.shape[:-1], w.shape[0]) if dy is None else dy
         for dy, w in zip(dys, weights, strict=True)
     ]
     dx, *dws = _backward_op(dys, x, weights, need_x, list(need_w), ctx.group_name, ctx.impl)
     dbs = [
-        bias_gradient(dy) if need else None for dy, need in zip(dys, need_b, strict=False)
+        bias_gradient(rows_of(dy)) if need else None
+        for dy, need in zip(dys, need_b, strict=False)
     ]
     return (
         dx if need_x else None,
@@ -102,29 +114,30 @@ def _backward_kernel(
 ) -> list[Tensor]:
     """[dx, dW_0, dW_1, ...]; what is not needed is an empty tensor."""
     group = ParallelGroup.by_name(group_name)
+    rows, dys = rows_of(x), [rows_of(dy) for dy in dys]
     dws: list[Tensor] = []
 
     def between() -> None:
-        dws.extend(weight_gradients(dys, x, need_w))
+        dws.extend(weight_gradients(dys, rows, need_w))
 
     if not need_x or group.size == 1:
         between()
-        dx = partial_product(dys, transposed(weights)) if need_x else x.new_empty(0)
+        dx = partial_product(dys, transposed(weights)).view(x.shape) if need_x else x.new_empty(0)
         return [dx, *dws]
     dx = run(
         "copy_linear.backward",
         gemm_all_reduce.IMPLEMENTATIONS,
         group,
         impl,
-        x.shape[0],
-        x.shape[1],
+        rows.shape[0],
+        rows.shape[1],
         x,
         dys,
         transposed(weights),
         None,
         between,
     )
-    return [dx, *dws]
+    return [dx.view(x.shape), *dws]
 
 
 def _backward_fake(

@@ -13,7 +13,7 @@ from torch import Tensor
 from tp_kernels.comm.group import ParallelGroup
 
 from . import gemm_all_reduce
-from ._op import bias_gradient, check_group, direct, finish, prepare, register, run
+from ._op import bias_gradient, check_group, direct, finish, prepare, register, rows_of, run
 
 
 def linear_all_reduce(
@@ -43,11 +43,10 @@ def linear_all_reduce(
         GroupMismatchError, CollectiveTimeoutError, PeerLostError: naming the rank concerned.
     """
     group = check_group("linear_all_reduce", group)
-    rows, weights, biases = prepare("linear_all_reduce", group, x, weight, bias, activation)
-    b = biases[0] if biases else None
-    function = _forward if direct(rows, weights[0], b) else _op
-    y = function(rows, weights[0], b, group.name, implementation)
-    return finish([y], x.shape[:-1], activation, single=True)
+    x, (w,), biases = prepare("linear_all_reduce", group, x, weight, bias, activation)
+    rows, b = rows_of(x), biases[0] if biases else None
+    y = (_forward if direct(rows, w, b) else _op)(rows, w, b, group.name, implementation)
+    return finish(y, x.shape[:-1], activation)
 
 
 def dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

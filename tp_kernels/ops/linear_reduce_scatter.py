@@ -14,7 +14,7 @@ from tp_kernels.comm.group import ParallelGroup
 from tp_kernels.comm.layout import split_sizes
 
 from . import all_gather_gemm, gemm_reduce_scatter
-from ._op import bias_gradient, check_group, direct, finish, prepare, register, run
+from ._op import bias_gradient, check_group, direct, finish, prepare, register, rows_of, run
 
 
 def linear_reduce_scatter(
@@ -39,16 +39,14 @@ def linear_reduce_scatter(
         [split_sizes(R, W)[rank], ..., N]. Summed in fp32 in rank order, rounded once.
     """
     group = check_group("linear_reduce_scatter", group)
-    rows, weights, biases = prepare("linear_reduce_scatter", group, x, weight, bias, activation)
-    b = biases[0] if biases else None
+    x, (w,), biases = prepare("linear_reduce_scatter", group, x, weight, bias, activation)
+    rows, b = rows_of(x), biases[0] if biases else None
     first = x.shape[0] if x.dim() > 1 else 1
     inner = x.shape[1:-1].numel()
     sizes = split_sizes(first, group.size)
     counts = [size * inner for size in sizes]
-    function = _forward if direct(rows, weights[0], b) else _op
-    y = function(rows, weights[0], b, counts, group.name, implementation)
-    leading = (sizes[group.rank], *x.shape[1:-1])
-    return finish([y], leading, activation, single=True)
+    y = (_forward if direct(rows, w, b) else _op)(rows, w, b, counts, group.name, implementation)
+    return finish(y, (sizes[group.rank], *x.shape[1:-1]), activation)
 
 
 def dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
