@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
+from rich import box
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
@@ -44,7 +45,9 @@ class Row:
     def communication_ms(self) -> float:
         """Milliseconds per decoded token in communication and waiting; median over rounds."""
         return median(
-            1e3 * max(one.communication_seconds for one in answers) / (len(answers[0].tokens) - 1)
+            1e3
+            * max(one.communication_seconds for one in answers)
+            / max(1, len(answers[0].tokens) - 1)
             for answers in self.rounds
         )
 
@@ -87,9 +90,9 @@ def run(model: str, prompt: str, *, max_new_tokens: int = 64, rounds: int = 3) -
     console.print(Panel(text_of(checkpoint, rows[0].rounds[0][0].tokens), title=prompt))
     console.print(_table(rows))
     console.print(
-        f"Greedy, {len(rows[0].rounds[0][0].tokens)} tokens, fp32; {rounds} rounds, taking turns. "
-        "Speed is of decoding, on the slowest rank: median (lowest..highest).\n"
-        "Communication includes waiting for the other ranks."
+        f"Greedy, {len(rows[0].rounds[0][0].tokens)} tokens, fp32; {rounds} rounds, taking turns.\n"
+        "tokens/s: decoding, slowest rank, median (lowest..highest). ms comm.: per token, "
+        "waiting for other ranks included."
     )
     console.print(f"tokens identical: {'[green]yes' if identical else '[bold red]no'}")
     return 0 if identical else 1
@@ -100,29 +103,29 @@ def _rows(checkpoint: Path, stack: ExitStack) -> list[Row]:
     split = Source(checkpoint)
     one = stack.enter_context(Ranks(1, threads=1))
     return [
-        Row("one process, 1 thread", plain, one, 1),
-        Row("one process, 2 threads", plain, one, 2),
+        Row("1 process, 1 thread", plain, one, 1),
+        Row("1 process, 2 threads", plain, one, 2),
         Row("2 ranks, 1 thread each", split, stack.enter_context(Ranks(2, threads=1)), 1),
         Row("3 ranks, 1 thread each", split, stack.enter_context(Ranks(3, threads=1)), 1),
     ]
 
 
 def _table(rows: list[Row]) -> Table:
-    table = Table()
-    table.add_column("")
-    for heading in ("tokens/s", "ratio", "weights per rank", "communication"):
-        table.add_column(heading, justify="right")
-    table.add_column("implementation")
+    # Fits into 80 columns.
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table.add_column("", no_wrap=True)
+    for heading in ("tokens/s", "ratio", "MiB per rank", "ms comm."):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("ran")
     baseline, whole = median(rows[0].speeds), rows[0].weight_bytes
     for row in rows:
         speeds = row.speeds
-        communication = "" if row.source.plain else f"{row.communication_ms:.1f} ms/token"
         table.add_row(
             row.name,
             f"{median(speeds):.1f} ({min(speeds):.1f}..{max(speeds):.1f})",
             f"{median(speeds) / baseline:.2f}x",
-            f"{row.weight_bytes / 2**20:.0f} MiB ({row.weight_bytes / whole:.0%})",
-            communication,
+            f"{row.weight_bytes / 2**20:.0f} ({row.weight_bytes / whole:.0%})",
+            "" if row.source.plain else f"{row.communication_ms:.1f}",
             row.implementations,
         )
     return table

@@ -21,10 +21,10 @@ from tp_kernels import (
     RankError,
     TpKernelsError,
     __version__,
-    launch,
-    linear_all_reduce,
 )
+from tp_kernels.comm.launch import launch
 from tp_kernels.dispatch import IMPLEMENTATIONS
+from tp_kernels.ops.linear_all_reduce import linear_all_reduce
 
 # All that design and documentation speak of; those that this version has are in IMPLEMENTATIONS.
 _KNOWN = ("reference", "chunked", "host", "triton", "cuda")
@@ -100,7 +100,8 @@ def check_implementations() -> dict[str, str | None]:
     with ParallelGroup(timeout=20.0) as group:
         x = torch.arange(12.0).reshape(3, 4) + group.rank
         weight = torch.ones(2, 4)
-        expected = sum(x + other - group.rank for other in range(group.size)) @ weight.T
+        inputs = torch.stack([x - group.rank + other for other in range(group.size)])
+        expected = inputs.sum(0) @ weight.T
         for name in IMPLEMENTATIONS:
             try:
                 result = linear_all_reduce(x, weight, group=group, implementation=name)
@@ -149,8 +150,7 @@ def _extension(name: str) -> dict[str, Any]:
 
 def _isa() -> dict[str, Any]:
     try:
-        from tp_kernels import _host
-
+        _host = importlib.import_module("tp_kernels._host")
         return {"used": _host.isa(), "available": list(_host.available_isas())}
     except (ImportError, ValueError) as error:
         return {"used": None, "available": [], "why": str(error)}

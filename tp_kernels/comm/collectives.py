@@ -28,6 +28,8 @@ def all_reduce(x: Tensor, group: ParallelGroup) -> Tensor:
 
 def reduce_scatter(x: Tensor, group: ParallelGroup) -> Tensor:
     """[R, ...] -> this rank's [split_sizes(R, W)[rank], ...] rows of the sum over ranks."""
+    if x.dim() == 0:
+        raise ShapeError("reduce_scatter: a scalar has no rows to divide over ranks")
     if group.size == 1:
         return x.clone()
     implementation = "host" if _on_host(x, group) else "process_group"

@@ -83,6 +83,4 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _name_operations(detail: str) -> str:
-    return re.sub(
-        r"\bop (\d+)", lambda m: f"op {OPERATION_NAMES.get(int(m[1]), m[1])}", detail
-    )
+    return re.sub(r"\bop (\d+)", lambda m: f"op {OPERATION_NAMES.get(int(m[1]), m[1])}", detail)

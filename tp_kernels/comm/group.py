@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from time import perf_counter
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,10 +24,11 @@ from .rendezvous import Rendezvous, construction_index
 from .symmetric_memory import SymmetricMemory, _host, host_obstacle
 from .topology import HostIdentity
 
-GroupLike = "ParallelGroup | dist.ProcessGroup | DeviceMesh | None"
+GroupLike: TypeAlias = "ParallelGroup | dist.ProcessGroup | DeviceMesh | None"
 T = TypeVar("T")
 
 _HostFault: type[Exception] = _host.Fault if _host is not None else TpKernelsError
+_shared: dict[str, ParallelGroup] = {}  # by process group: what `as_group` made
 _groups: weakref.WeakValueDictionary[str, ParallelGroup] = weakref.WeakValueDictionary()
 
 
@@ -76,29 +75,28 @@ class ParallelGroup:
         self.rank = 0 if self.process_group is None else dist.get_rank(self.process_group)
         self.identities = [HostIdentity.current()]
         self.memory: SymmetricMemory | None = None
-        self.transport: ProcessGroupTransport | None = None
+        self._transport: ProcessGroupTransport | None = None
         self.decisions: dict[Any, Any] = {}  # what dispatch chose, by shape: see dispatch.py
         self._calls: Counter[tuple[str, str]] = Counter()
-        self._transport_seconds = 0.0
         self._closed = False
 
+        self._obstacle: str | None = None
         if self.process_group is None:
             self.name = f"tp_kernels:single:{id(self):x}"
         else:
-            self.name = self._meet(provider, check, window)
+            self.name = self._meet(self.process_group, provider, check, window)
         self.provider_reason = self._provider_reason(provider)
         self.provider = "host" if self.memory is not None else "none"
         _groups[self.name] = self
 
-    def _meet(self, provider: str, check: bool | str, window: int) -> str:
-        pg = self.process_group
+    def _meet(self, pg: dist.ProcessGroup, provider: str, check: bool | str, window: int) -> str:
         store = dist.distributed_c10d._get_process_group_store(pg)
         index = construction_index(store, self.rank)
         name = f"tp_kernels:{pg.group_name}:{index}"
         rendezvous = Rendezvous(store, name, self.rank, self.size, self.timeout)
         hello = rendezvous.exchange("identity", HostIdentity.current().to_json())
         self.identities = [HostIdentity.from_json(text) for text in hello]
-        self.transport = ProcessGroupTransport(pg, self.rank, self.size, self.timeout, check)
+        self._transport = ProcessGroupTransport(pg, self.rank, self.size, self.timeout, check)
         self._obstacle = (
             "provider='none' was asked for"
             if provider == "none"
@@ -142,6 +140,12 @@ class ParallelGroup:
         assert self.memory is not None
         return self.memory.slots[0]
 
+    @property
+    def transport(self) -> ProcessGroupTransport:
+        """The process group, for what does not go through shared memory."""
+        assert self._transport is not None
+        return self._transport
+
     def run(self, operation: str, implementation: str, function: Callable[..., T], *args: Any) -> T:
         """Call an implementation: count it, and turn transport faults into this package's errors."""
         if self._closed:
@@ -160,35 +164,25 @@ class ParallelGroup:
         self.fail(f"{operation}: {error}")
         raise error
 
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        """Count the enclosed process-group time as communication."""
-        start = perf_counter()
-        try:
-            yield
-        finally:
-            self._transport_seconds += perf_counter() - start
-
     def stats(self) -> dict[str, Any]:
         """`calls`: op -> implementation -> count; `seconds`: spent in blocking communication."""
         calls: dict[str, dict[str, int]] = {}
         for (operation, implementation), count in self._calls.items():
             calls.setdefault(operation, {})[implementation] = count
-        seconds = self._transport_seconds
+        seconds = 0.0
         if self.memory is not None:
             seconds += sum(slot.seconds for slot in self.memory.slots)
-        if self.transport is not None:
-            seconds += self.transport.seconds
+        if self._transport is not None:
+            seconds += self._transport.seconds
         return {"calls": calls, "seconds": seconds}
 
     def reset_stats(self) -> None:
         self._calls.clear()
-        self._transport_seconds = 0.0
         if self.memory is not None:
             for slot in self.memory.slots:
                 slot.seconds = 0.0
-        if self.transport is not None:
-            self.transport.seconds = 0.0
+        if self._transport is not None:
+            self._transport.seconds = 0.0
 
     def fail(self, reason: str) -> None:
         """Tell the other ranks that this one cannot go on, so that they need not wait for it."""
@@ -224,12 +218,23 @@ class ParallelGroup:
         )
 
 
-def as_group(group: GroupLike) -> ParallelGroup:  # type: ignore[valid-type]
-    """`group` itself if it is a ParallelGroup, else a new one over it (a collective construction)."""
-    return group if isinstance(group, ParallelGroup) else ParallelGroup(group)
+def as_group(group: GroupLike) -> ParallelGroup:
+    """`group` itself if it is a ParallelGroup, else the one that layers over this process group share.
+
+    Made on first use, which is collective: a model's layers then share one region and one slot.
+    """
+    if isinstance(group, ParallelGroup):
+        return group
+    process_group = _process_group(group)
+    if process_group is None:
+        return ParallelGroup()
+    shared = _shared.get(process_group.group_name)
+    if shared is None or shared._closed or shared.process_group is not process_group:
+        shared = _shared[process_group.group_name] = ParallelGroup(process_group)
+    return shared
 
 
-def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+def _process_group(group: Any) -> dist.ProcessGroup | None:
     if group is None:
         if not dist.is_available() or not dist.is_initialized():
             return None
@@ -241,7 +246,7 @@ def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.Process
                 'select it by name, for example mesh["tp"]'
             )
         return group.get_group()
-    if not isinstance(group, dist.ProcessGroup):
+    if not isinstance(group, dist.ProcessGroup):  # what callers pass is not always what we ask for
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             raise UnsupportedError(
                 "this process is not a member of the group (new_group returned NON_GROUP_MEMBER); "

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 REDUCIBLE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_MOVABLE = REDUCIBLE | {torch.int64: 4}  # ranks find out when they differ in one of these
 _BYTES = 3  # dtype code of an opaque copy
 
 # Operation codes in round descriptors; 1..15 belong to the engine's own collectives.
@@ -90,7 +91,13 @@ class HostSlot:
         start = perf_counter()
         address, period = (0, 0) if bias is None else (bias.data_ptr(), bias.numel())
         self._raw.reduce(
-            out.data_ptr(), offset, out.numel(), REDUCIBLE[out.dtype], address, period, self._timeout
+            out.data_ptr(),
+            offset,
+            out.numel(),
+            REDUCIBLE[out.dtype],
+            address,
+            period,
+            self._timeout,
         )
         self.seconds += perf_counter() - start
 
@@ -135,14 +142,15 @@ class HostSlot:
         self.seconds += perf_counter() - start
 
     def all_gather(self, x: Tensor, out: Tensor, counts: Sequence[int]) -> None:
-        """`counts` are elements per rank; any dtype, moved as bytes."""
+        """`counts` are elements per rank; any dtype."""
         start = perf_counter()
-        size = x.element_size()
+        code = _MOVABLE.get(x.dtype, _BYTES)
+        size = x.element_size() if code == _BYTES else 1
         self._raw.all_gather(
             x.data_ptr(),
             out.data_ptr(),
             [count * size for count in counts],
-            _BYTES,
+            code,
             OPERATIONS["all_gather"],
             self._timeout,
         )

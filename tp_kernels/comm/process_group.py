@@ -35,8 +35,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32, or float64 for float64 tensors (which oracles use)."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    """float32; the dtype itself for float64 (which oracles use), integers and complex numbers."""
+    return torch.float32 if dtype.is_floating_point and dtype != torch.float64 else dtype
 
 
 def ordered_sum(parts: Tensor | Sequence[Tensor], bias: Tensor | None, out: Tensor) -> Tensor:
@@ -91,9 +91,7 @@ class ProcessGroupTransport:
         local = torch.tensor(mine, dtype=torch.int64, device=x.device)
         table = local.new_empty(self.size * 8)
         start = perf_counter()
-        _all_gather(table, local, group=self.group, async_op=True).wait(
-            self.deadline
-        )
+        _all_gather(table, local, group=self.group, async_op=True).wait(self.deadline)
         self.seconds += perf_counter() - start
         other = [rank for rank, row in enumerate(table.view(-1, 8).tolist()) if row != mine]
         if other:
@@ -125,9 +123,7 @@ class ProcessGroupTransport:
             padded = x.new_zeros(largest, *x.shape[1:])
             padded[: x.shape[0]] = x
         table = x.new_empty(self.size * largest, *x.shape[1:])
-        work = _all_gather(
-            _raw(table).view(-1), _raw(padded).view(-1), self.group, async_op=True
-        )
+        work = _all_gather(_raw(table).view(-1), _raw(padded).view(-1), self.group, async_op=True)
         if even:
             return Pending(self, work, table)
         return _Unpadded(self, work, table.view(self.size, largest, *x.shape[1:]), counts)
@@ -151,7 +147,9 @@ class _Unpadded(Pending):
 
 
 def _raw(x: Tensor) -> Tensor:
-    """The same memory in a dtype that every backend moves (gloo lacks some of the half formats)."""
-    if x.dtype in (torch.bfloat16, torch.float16):
-        return x.view(torch.int16) if x.device.type != "cpu" else x.view(torch.uint8)
-    return x
+    """The same memory as rows of bytes, which every backend moves (gloo lacks some dtypes).
+
+    A view as bytes needs a last stride of 1, and a contiguous [n, 1] may have any.
+    """
+    width = x.shape[1:].numel() * x.element_size()
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8).view(x.shape[0], width)

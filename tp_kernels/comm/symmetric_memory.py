@@ -16,7 +16,7 @@ from .rendezvous import Rendezvous
 from .topology import HostIdentity
 
 try:
-    from tp_kernels import _host
+    from tp_kernels import _host  # type: ignore[attr-defined]  # compiled
 except ImportError as _error:
     _host = None
     HOST_IMPORT_ERROR: str | None = str(_error)
@@ -96,7 +96,9 @@ def _map_segment(rendezvous: Rendezvous, shape: tuple[int, int, int, int]) -> An
         offer = json.loads(rendezvous.get("segment", owner=0))
         error = offer["error"]
         if not error and tuple(offer["shape"]) != shape:
-            error = f"rank 0 asked for (world, slots, capacity, buffers) {offer['shape']}, not {shape}"
+            error = (
+                f"rank 0 asked for (world, slots, capacity, buffers) {offer['shape']}, not {shape}"
+            )
         if not error:
             try:
                 segment = _host.Segment.open(offer["name"], nbytes)

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tp_kernels.comm.collectives import barrier
 from tp_kernels.comm.errors import ShapeError, UnsupportedError
@@ -27,14 +26,14 @@ from tp_kernels.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from tp_kernels.layers.heads import HeadShard, partition_heads
 from tp_kernels.layers.linear import (
     ColumnParallelLinear,
+    Ranges,
     RowParallelLinear,
-    column_parallel,
     feature_ranges,
 )
 from tp_kernels.layers.placement import ParamPlacement, place, placements
-from tp_kernels.ops import gather_rows, scatter_rows
 
-from .checkpoint import read_slices
+from .checkpoint import SafetensorsReader, read_slices
+from .llama import ParallelLlamaAttention, ParallelLlamaMLP, SequenceLayout
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ def parallelize(
         model.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
     _place_the_rest(parts, group, sharded_rows=layout is not None)
     model.parallel_group = group
-    model.__class__ = _mixed(type(model), _ParallelModel)
+    _become(model, _ParallelModel)
     return model
 
 
@@ -152,101 +151,6 @@ def load_parallel(
     return model.eval()
 
 
-class SequenceLayout:
-    """Rows of batch x sequence, divided over ranks between the first layer and the last norm."""
-
-    def __init__(self, group: ParallelGroup) -> None:
-        self.group = group
-        self.batch = self.length = 0
-
-    @property
-    def rows(self) -> int:
-        return self.batch * self.length
-
-    def enter(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """[b, s, H] -> [1, this rank's rows of b * s, H], before the first layer."""
-        if args:
-            hidden, *rest = args
-        else:
-            hidden, rest = kwargs.pop("hidden_states"), []
-        self.batch, self.length = hidden.shape[:2]
-        mine = scatter_rows(hidden.flatten(0, 1), group=self.group)
-        return (mine.unsqueeze(0), *rest), kwargs
-
-    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        """[1, this rank's rows, H] -> [b, s, H], after the last norm."""
-        whole = gather_rows(output.squeeze(0), group=self.group, rows=self.rows)
-        return whole.unflatten(0, (self.batch, self.length))
-
-
-class _ParallelAttention:
-    """Forward of a Llama-shaped attention over this rank's heads. Mixed into the stock class."""
-
-    def forward(
-        self: Any,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        attention_mask: Tensor | None = None,
-        cache: Any = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        cache = kwargs.pop("past_key_values", cache)  # its name in earlier transformers 5 releases
-        layout: SequenceLayout | None = self.sequence_layout
-        columns = [self.q_proj, self.k_proj, self.v_proj]
-        if layout is None:
-            q, k, v = column_parallel(hidden_states, columns)
-        else:
-            q, k, v = column_parallel(hidden_states.squeeze(0), columns, layout.rows)
-            q, k, v = (y.unflatten(0, (layout.batch, layout.length)) for y in (q, k, v))
-        batch, length = q.shape[:2]
-        q = q.view(batch, length, -1, self.head_dim)
-        k = k.view(batch, length, -1, self.head_dim)
-        v = v.view(batch, length, -1, self.head_dim).transpose(1, 2)
-        if hasattr(self, "q_norm"):
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = q.transpose(1, 2), k.transpose(1, 2)
-        if position_embeddings is not None:
-            q, k = self.rotate(q, k, *position_embeddings)
-        if cache is not None:
-            k, v = cache.update(k, v, self.layer_idx)
-        if not self.head_shard.uniform:
-            index = self.head_shard.kv_of_query()
-            k, v = k[:, index], v[:, index]
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, self.eager_attention
-        )
-        y, weights = attend(
-            self,
-            q,
-            k,
-            v,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            sliding_window=self.attention_window,
-            **kwargs,
-        )
-        y = y.reshape(batch, length, -1)
-        if layout is None:
-            return self.o_proj(y), weights
-        return self.o_proj(y.flatten(0, 1)).unsqueeze(0), weights
-
-
-class _ParallelMLP:
-    """Forward of a gated MLP over this rank's intermediate features. Mixed into the stock class."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        layout: SequenceLayout | None = self.sequence_layout
-        columns = [self.gate_proj, self.up_proj]
-        if layout is None:
-            gate, up = column_parallel(x, columns)
-            return self.down_proj(self.act_fn(gate) * up)
-        gate, up = column_parallel(x.squeeze(0), columns, layout.rows)
-        return self.down_proj(self.act_fn(gate) * up).unsqueeze(0)
-
-
 class _ParallelModel:
     """What a divided model does differently as a whole. Mixed into the stock class."""
 
@@ -268,11 +172,18 @@ class _ParallelModel:
     def save_pretrained(self: Any, save_directory: str | Path, **kwargs: Any) -> None:
         """Write the stock checkpoint. Called on every rank; rank 0 writes, all return together."""
         if kwargs.pop("state_dict", None) is not None:
-            raise UnsupportedError("save_pretrained(state_dict=...) of a divided model: leave it out")
+            raise UnsupportedError(
+                "save_pretrained(state_dict=...) of a divided model: leave it out"
+            )
         state = self.full_state_dict()
         if self.parallel_group.rank == 0:
             super().save_pretrained(save_directory, state_dict=state, **kwargs)  # type: ignore[misc]
         barrier(self.parallel_group)
+
+
+def _become(module: nn.Module, mixin: type) -> None:
+    """Give a live module the behaviour of `mixin` in front of its stock class."""
+    module.__class__ = _mixed(type(module), mixin)  # type: ignore[arg-type]  # types are hashable
 
 
 @lru_cache
@@ -330,8 +241,8 @@ def _find_parts(model: PreTrainedModel, plan: ParallelPlan | None) -> _Parts:
     norm = find(model, plan.norm)
     head = find(model, plan.head, nn.Linear) if plan.head else None
     for layer in layers or ():
-        for block, names in ((plan.attention, _PROJECTIONS), (plan.mlp, _MLP_PROJECTIONS)):
-            for name in names:
+        for block, projections in ((plan.attention, _PROJECTIONS), (plan.mlp, _MLP_PROJECTIONS)):
+            for name in projections:
                 find(layer, f"{block}.{name}", nn.Linear)
     if missing:
         names = sorted({name for name, _ in model.named_modules() if name.count(".") <= 4 and name})
@@ -372,10 +283,11 @@ def _divide_attention(
 ) -> None:
     q_ranges, kv_ranges = feature_ranges(shards, head_dim)
     sharded = layout is not None
-    attention.q_proj = _column(attention.q_proj, group, sharded, q_ranges)
-    attention.k_proj = _column(attention.k_proj, group, sharded, kv_ranges)
-    attention.v_proj = _column(attention.v_proj, group, sharded, kv_ranges)
-    attention.o_proj = _row(attention.o_proj, group, sharded, q_ranges)
+    column, row = ColumnParallelLinear, RowParallelLinear
+    attention.q_proj = _divide(column, attention.q_proj, group, sharded, q_ranges)
+    attention.k_proj = _divide(column, attention.k_proj, group, sharded, kv_ranges)
+    attention.v_proj = _divide(column, attention.v_proj, group, sharded, kv_ranges)
+    attention.o_proj = _divide(row, attention.o_proj, group, sharded, q_ranges)
     shard = shards[group.rank]
     attention.head_shard = shard
     attention.num_key_value_groups = shard.num_heads // shard.num_kv_heads if shard.uniform else 1
@@ -392,16 +304,16 @@ def _divide_attention(
                 shape = tuple(parameter.shape)
                 partial = ParamPlacement(group, shape, partial_gradient=True)
                 place(getattr(attention, norm), name, partial)
-    attention.__class__ = _mixed(type(attention), _ParallelAttention)
+    _become(attention, ParallelLlamaAttention)
 
 
 def _divide_mlp(mlp: Any, group: ParallelGroup, layout: SequenceLayout | None) -> None:
     sharded = layout is not None
-    mlp.gate_proj = _column(mlp.gate_proj, group, sharded)
-    mlp.up_proj = _column(mlp.up_proj, group, sharded)
-    mlp.down_proj = _row(mlp.down_proj, group, sharded)
+    mlp.gate_proj = _divide(ColumnParallelLinear, mlp.gate_proj, group, sharded)
+    mlp.up_proj = _divide(ColumnParallelLinear, mlp.up_proj, group, sharded)
+    mlp.down_proj = _divide(RowParallelLinear, mlp.down_proj, group, sharded)
     mlp.sequence_layout = layout
-    mlp.__class__ = _mixed(type(mlp), _ParallelMLP)
+    _become(mlp, ParallelLlamaMLP)
 
 
 def _divide_vocabulary(parts: _Parts, group: ParallelGroup) -> None:
@@ -442,10 +354,15 @@ def _place_the_rest(parts: _Parts, group: ParallelGroup, sharded_rows: bool) -> 
                 place(module, name, ParamPlacement(group, shape, partial_gradient=partial))
 
 
-def _column(
-    linear: nn.Linear, group: ParallelGroup, sequence_parallel: bool, ranges: Any = None
-) -> ColumnParallelLinear:
-    new = ColumnParallelLinear(
+def _divide(
+    kind: type[ColumnParallelLinear] | type[RowParallelLinear],
+    linear: nn.Linear,
+    group: ParallelGroup,
+    sequence_parallel: bool,
+    ranges: Ranges | None = None,
+) -> nn.Module:
+    """This rank's part of a stock linear layer, as a layer of `kind`."""
+    new = kind(
         linear.in_features,
         linear.out_features,
         linear.bias is not None,
@@ -455,33 +372,13 @@ def _column(
         device="meta",
         dtype=linear.weight.dtype,
     )
-    return _take(new, linear)
-
-
-def _row(
-    linear: nn.Linear, group: ParallelGroup, sequence_parallel: bool, ranges: Any = None
-) -> RowParallelLinear:
-    new = RowParallelLinear(
-        linear.in_features,
-        linear.out_features,
-        linear.bias is not None,
-        group=group,
-        sequence_parallel=sequence_parallel,
-        ranges=ranges,
-        device="meta",
-        dtype=linear.weight.dtype,
-    )
-    return _take(new, linear)
-
-
-def _take(new: Any, linear: nn.Linear) -> Any:
     new.weight = _sliced(linear.weight, new.placements["weight"])
     if linear.bias is not None:
         new.bias = _sliced(linear.bias, new.placements["bias"])
     return new.train(linear.training)
 
 
-def _sliced(parameter: nn.Parameter, placement: ParamPlacement) -> nn.Parameter:
+def _sliced(parameter: Tensor, placement: ParamPlacement) -> nn.Parameter:
     """A copy of this rank's part, so that the unsplit tensor can be freed."""
     part = placement.slice(parameter.detach()).clone(memory_format=torch.contiguous_format)
     return nn.Parameter(part, requires_grad=parameter.requires_grad)
@@ -500,7 +397,7 @@ def _replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -
                 setattr(module, name, new)
 
 
-def _tied_name(model: PreTrainedModel, name: str, stored: Any) -> str:
+def _tied_name(model: PreTrainedModel, name: str, stored: SafetensorsReader) -> str:
     """The stored name of a parameter that the checkpoint keeps under the name of its twin."""
     parameter = model.get_parameter(name)
     for other, candidate in model.named_parameters(remove_duplicate=False):
@@ -509,9 +406,7 @@ def _tied_name(model: PreTrainedModel, name: str, stored: Any) -> str:
     raise UnsupportedError(f"the checkpoint holds no tensor for parameter '{name}'")
 
 
-def _refuse_hidden_states(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _refuse_hidden_states(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if kwargs.get("output_hidden_states", getattr(module.config, "output_hidden_states", False)):
         raise UnsupportedError(
             "output_hidden_states under sequence_parallel=True: between layers each rank holds its own "

@@ -6,6 +6,8 @@ no attention dropout.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -84,7 +86,11 @@ class ParallelAttention(QKVParallelLinear):
         dtype: torch.dtype | None = None,
     ) -> None:
         group = as_group(group)
-        options = {"sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
+        options: dict[str, Any] = {
+            "sequence_parallel": sequence_parallel,
+            "device": device,
+            "dtype": dtype,
+        }
         super().__init__(
             hidden_size, num_heads, num_kv_heads, head_dim, qkv_bias, group=group, **options
         )
@@ -106,7 +112,7 @@ class ParallelAttention(QKVParallelLinear):
             **options,
         )
 
-    def forward(
+    def forward(  # type: ignore[override]  # a block, no longer only its three projections
         self,
         x: Tensor,
         *,
@@ -147,7 +153,12 @@ class ParallelAttention(QKVParallelLinear):
         return y.permute(1, 2, 0, 3) if self.sequence_parallel else y.transpose(1, 2)
 
     def _mask(
-        self, length: int, total: int, device: torch.device, given: Tensor | None, dtype: torch.dtype
+        self,
+        length: int,
+        total: int,
+        device: torch.device,
+        given: Tensor | None,
+        dtype: torch.dtype,
     ) -> Tensor | None:
         """The mask SDPA needs, or None where `is_causal` or nothing says it all."""
         seen = None
@@ -157,7 +168,7 @@ class ParallelAttention(QKVParallelLinear):
             key = torch.arange(total, device=device)
             seen = key <= query
             if window:
-                seen = seen & (key > query - self.sliding_window)
+                seen = seen & (key > query - (self.sliding_window or 0))
         if given is None or seen is None:
             return seen if given is None else given
         if given.dtype == torch.bool:

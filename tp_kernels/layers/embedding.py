@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +22,8 @@ class VocabParallelEmbedding(nn.Module):
     lookup (all other summands are zero). Ids outside 0..V-1 raise ShapeError.
     """
 
+    placements: dict[str, ParamPlacement]
+
     def __init__(
         self,
         num_embeddings: int,
@@ -37,15 +41,13 @@ class VocabParallelEmbedding(nn.Module):
         self.ranges = even_ranges(num_embeddings, self.group.size)
         placement = ParamPlacement(self.group, (num_embeddings, embedding_dim), 0, self.ranges)
         place(self, "weight", placement)
-        self.weight = nn.Parameter(
-            torch.empty(placement.local_shape(), device=device, dtype=dtype)
-        )
+        self.weight = nn.Parameter(torch.empty(placement.local_shape(), device=device, dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """nn.Embedding's initialisation of the unsplit table, of which each rank keeps its part."""
         if not self.weight.is_meta:
-            options = {"device": self.weight.device, "dtype": self.weight.dtype}
+            options: dict[str, Any] = {"device": self.weight.device, "dtype": self.weight.dtype}
             table = nn.Embedding(
                 self.num_embeddings, self.embedding_dim, self.padding_idx, **options
             )

@@ -75,9 +75,9 @@ def partition_heads(heads: int, kv_heads: int, world: int) -> tuple[HeadShard, .
         return 2 * (stop - start) + 2 * (last - first)
 
     # best[stop] for the current number of ranks: (largest load, sum of loads, cut points)
-    best = {0: (0, 0, (0,))}
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, (0,))}
     for rank in range(1, world + 1):
-        step = {}
+        step: dict[int, tuple[int, int, tuple[int, ...]]] = {}
         for stop in range(rank, heads - (world - rank) + 1):
             step[stop] = min(
                 (max(largest, load(start, stop)), total + load(start, stop), (*cuts, stop))

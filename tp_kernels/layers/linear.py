@@ -7,6 +7,7 @@ outputs of row-parallel layers are then divided by rows (the first dimension) in
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,7 @@ class _ShardedLinear(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    placements: dict[str, ParamPlacement]
 
     def __init__(
         self,
@@ -68,7 +70,7 @@ class _ShardedLinear(nn.Module):
         shape = (out_features, in_features)
         placement = ParamPlacement(self.group, shape, dim, self.ranges)
         place(self, "weight", placement)
-        options = {"device": device, "dtype": dtype}
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.weight = nn.Parameter(torch.empty(placement.local_shape(), **options))
         if bias:
             by_output = ParamPlacement(self.group, (out_features,), 0, self.ranges)
@@ -101,7 +103,7 @@ class _ShardedLinear(nn.Module):
         if (bias is None) != (self.bias is None):
             raise ShapeError(f"{type(self).__name__}: bias given and bias held do not agree")
         self.weight.copy_(self.placements["weight"].slice(weight))
-        if self.bias is not None:
+        if self.bias is not None and bias is not None:
             self.bias.copy_(self.placements["bias"].slice(bias))
 
     def extra_repr(self) -> str:
@@ -240,11 +242,14 @@ def column_parallel(
     first = layers[0]
     weights = [layer.weight for layer in layers]
     biases = [layer.bias for layer in layers]
+    ys: Tensor | tuple[Tensor, ...]
     if first.sequence_parallel:
-        return all_gather_linear(x, weights, biases, group=first.group, rows=rows)
-    if rows is not None:
+        ys = all_gather_linear(x, weights, biases, group=first.group, rows=rows)
+    elif rows is not None:
         raise UnsupportedError("rows= has a meaning only under sequence_parallel=True")
-    return copy_linear(x, weights, biases, group=first.group)
+    else:
+        ys = copy_linear(x, weights, biases, group=first.group)
+    return tuple(ys)
 
 
 def feature_ranges(shards: Sequence[HeadShard], head_dim: int) -> tuple[Ranges, Ranges]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -43,7 +45,7 @@ class ParallelMLP(nn.Module):
             known = ", ".join(str(name) for name in ACTIVATIONS if name)
             raise UnsupportedError(f"ParallelMLP: activation={activation!r}; known are {known}")
         self.activation = activation
-        options = {
+        options: dict[str, Any] = {
             "group": as_group(group),
             "sequence_parallel": sequence_parallel,
             "device": device,

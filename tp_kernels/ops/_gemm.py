@@ -24,6 +24,13 @@ def partial_product(
     return out
 
 
+def products(x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
+    """x W_i^T + b_i; `biases` is empty or has one for each weight."""
+    if not biases:
+        return [torch.nn.functional.linear(x, w) for w in ws]
+    return [torch.nn.functional.linear(x, w, b) for w, b in zip(ws, biases, strict=True)]
+
+
 def linear_into(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """out = x [M, K] @ w [N, K]^T + bias."""
     if bias is None:
@@ -63,9 +70,7 @@ def part_blocks(counts: Sequence[int], size: int) -> Iterator[list[tuple[int, in
         ]
 
 
-def weight_gradients(
-    dys: Sequence[Tensor], x: Tensor, needed: Sequence[bool]
-) -> list[Tensor]:
+def weight_gradients(dys: Sequence[Tensor], x: Tensor, needed: Sequence[bool]) -> list[Tensor]:
     """dW_i = dy_i^T x where needed, else an empty tensor (torch ops return no None in a list)."""
     return [
         torch.mm(dy.t(), x) if need else x.new_empty(0)

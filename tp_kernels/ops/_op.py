@@ -168,8 +168,10 @@ def _refuse(
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """x [..., K] -> [M, K]."""
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    """x [..., K] -> [M, K]; K may be zero, which `reshape(-1, K)` refuses."""
+    if x.dim() == 2:
+        return x
+    return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
 
 
 def finish(y: Tensor, leading: Sequence[int], activation: str | None) -> Tensor:

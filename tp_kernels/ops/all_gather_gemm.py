@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from tp_kernels.comm.group import ParallelGroup
 
-from ._gemm import block_rows, linear_into, part_blocks, starts
+from ._gemm import block_rows, linear_into, part_blocks, products, starts
 
 # Below this many rows a product is bound by reading the weight: gather first and read it once.
 GATHER_FIRST_ROWS = 64
@@ -26,21 +25,21 @@ def reference(
     group: ParallelGroup,
     x: Tensor,
     ws: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
+    biases: Sequence[Tensor],
     counts: Sequence[int],
     keep: bool,
 ) -> Gathered:
     """The collective, then the products: the oracle and the serial baseline."""
     group.transport.agree("all_gather_linear", x, sum(counts), x.shape[1])
     gathered = group.transport.all_gather(x, counts).wait()
-    return _products(gathered, ws, biases), gathered if keep else None
+    return products(gathered, ws, biases), gathered if keep else None
 
 
 def chunked(
     group: ParallelGroup,
     x: Tensor,
     ws: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
+    biases: Sequence[Tensor],
     counts: Sequence[int],
     keep: bool,
 ) -> Gathered:
@@ -75,7 +74,7 @@ def host(
     group: ParallelGroup,
     x: Tensor,
     ws: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
+    biases: Sequence[Tensor],
     counts: Sequence[int],
     keep: bool,
 ) -> Gathered:
@@ -84,14 +83,14 @@ def host(
     rows, width = sum(counts), x.shape[1]
     x = x.contiguous()
     if rows <= GATHER_FIRST_ROWS:
-        gathered = x.new_empty(rows, width)
-        slot.all_gather(x, gathered, [count * width for count in counts])
-        return _products(gathered, ws, biases), gathered if keep else None
+        whole = x.new_empty(rows, width)
+        slot.all_gather(x, whole, [count * width for count in counts])
+        return products(whole, ws, biases), whole if keep else None
     own = starts(counts)[group.rank]
     ys = [x.new_empty(rows, w.shape[0]) for w in ws]
     gathered = x.new_empty(rows, width) if keep else None
     most = slot.capacity // max(1, width * x.element_size())
-    unread: list[tuple[int, int]] | None = None
+    unread: list[list[tuple[int, int]]] = []
 
     def read(ranges: list[tuple[int, int]]) -> None:
         for step in range(1, group.size):
@@ -112,10 +111,10 @@ def host(
         )
         slot.publish("all_gather_linear", x.dtype, rows, width, ranges[0][0])
         _rows_into(x[start - own : stop - own], start, ws, biases, ys)
-        if unread is not None:
-            read(unread)
-        unread = ranges
-    read(unread)
+        unread.append(ranges)
+        if len(unread) > 1:
+            read(unread.pop(0))
+    read(unread.pop())
     if gathered is not None:
         gathered[own : own + x.shape[0]] = x
     return ys, gathered
@@ -124,19 +123,14 @@ def host(
 IMPLEMENTATIONS = {"reference": reference, "chunked": chunked, "host": host}
 
 
-def _products(
-    x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor | None]
-) -> list[Tensor]:
-    return [torch.nn.functional.linear(x, w, b) for w, b in zip(ws, biases, strict=True)]
-
-
 def _rows_into(
     x: Tensor,
     start: int,
     ws: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
+    biases: Sequence[Tensor],
     ys: Sequence[Tensor],
 ) -> None:
     if x.shape[0]:
-        for w, b, y in zip(ws, biases, ys, strict=True):
-            linear_into(x, w, b, y[start : start + x.shape[0]])
+        for index, (w, y) in enumerate(zip(ws, ys, strict=True)):
+            bias = biases[index] if biases else None
+            linear_into(x, w, bias, y[start : start + x.shape[0]])

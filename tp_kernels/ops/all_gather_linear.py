@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tp_kernels.comm.collectives import all_gather, row_counts
@@ -17,7 +16,7 @@ from tp_kernels.comm.errors import UnsupportedError
 from tp_kernels.comm.group import ParallelGroup
 
 from . import all_gather_gemm, gemm_reduce_scatter
-from ._gemm import partial_product, weight_gradients
+from ._gemm import partial_product, products, weight_gradients
 from ._op import (
     bias_gradient,
     check_group,
@@ -79,8 +78,7 @@ def all_gather_linear(
 
 def dense(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
     """What the ranks compute together, on one process with unsplit tensors."""
-    pairs = zip(weights, biases or [None] * len(weights), strict=True)
-    return [torch.nn.functional.linear(x, w, b) for w, b in pairs]
+    return products(x, weights, biases)
 
 
 def _forward(
@@ -106,7 +104,7 @@ def _forward(
         x,
         x,
         weights,
-        biases or [None] * len(weights),
+        biases,
         counts,
         keep,
     )

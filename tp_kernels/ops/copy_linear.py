@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tp_kernels.comm.group import ParallelGroup
 
 from . import gemm_all_reduce
-from ._gemm import partial_product, weight_gradients
+from ._gemm import partial_product, products, weight_gradients
 from ._op import (
     activate,
     bias_gradient,
@@ -66,8 +65,7 @@ def _forward(
 
 def dense(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
     """What the op computes; with unsplit weights, the oracle."""
-    pairs = zip(weights, biases or [None] * len(weights), strict=True)
-    return [torch.nn.functional.linear(x, w, b) for w, b in pairs]
+    return products(x, weights, biases)
 
 
 def _fake(
@@ -91,8 +89,7 @@ def _backward(ctx: Any, dys: list[Tensor]) -> tuple[Any, ...]:
     ]
     dx, *dws = _backward_op(dys, x, weights, need_x, list(need_w), ctx.group_name, ctx.impl)
     dbs = [
-        bias_gradient(rows_of(dy)) if need else None
-        for dy, need in zip(dys, need_b, strict=False)
+        bias_gradient(rows_of(dy)) if need else None for dy, need in zip(dys, need_b, strict=False)
     ]
     return (
         dx if need_x else None,

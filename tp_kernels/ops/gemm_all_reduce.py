@@ -45,16 +45,15 @@ def chunked(
     """Row blocks through the process group: block k travels while block k+1 is computed."""
     rows, width = xs[0].shape[0], ws[0].shape[0]
     group.transport.agree("linear_all_reduce", xs[0], rows, width)
-    sending: _Block | None = None
+    sending: list[_Block] = []
     gathering: list[_Gathering] = []
     for start, stop in blocks(rows, block_rows(rows, rows)):
-        block = _send(group, partial_product([x[start:stop] for x in xs], ws), bias)
-        if sending is not None:
-            gathering.append(sending.gather())
-        sending = block
+        sending.append(_send(group, partial_product([x[start:stop] for x in xs], ws), bias))
+        if len(sending) > 1:
+            gathering.append(sending.pop(0).gather())
     if between:
         between()
-    gathering.append(sending.gather())
+    gathering.append(sending.pop().gather())
     return torch.cat([block.wait() for block in gathering])
 
 
@@ -71,10 +70,10 @@ def host(
     rows, width = xs[0].shape[0], ws[0].shape[0]
     out = xs[0].new_empty(rows, width)
     size = block_rows(rows, slot.capacity // max(1, width * dtype.itemsize))
-    unread: tuple[int, int] | None = None
+    unread: list[Tensor] = []
 
-    def read(block: tuple[int, int]) -> None:
-        slot.reduce_all(out[block[0] : block[1]], bias)
+    def read(block: Tensor) -> None:
+        slot.reduce_all(block, bias)
         slot.finish()
 
     for start, stop in blocks(rows, size):
@@ -82,12 +81,12 @@ def host(
         view = slot.view(group.rank, index, (stop - start, width), dtype)
         partial_product(xs if stop - start == rows else [x[start:stop] for x in xs], ws, view)
         slot.publish("linear_all_reduce", dtype, rows, width, start)
-        if unread is not None:
-            read(unread)
-        unread = (start, stop)
+        unread.append(out if stop - start == rows else out[start:stop])
+        if len(unread) > 1:
+            read(unread.pop(0))
     if between:
         between()
-    read(unread)
+    read(unread.pop())
     return out
 
 

@@ -131,7 +131,7 @@ def _backward_kernel(
             dy,
             dy,
             [w.t()] if need_x else [],
-            [None] if need_x else [],
+            [],
             counts,
             True,
         )
