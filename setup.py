@@ -44,14 +44,18 @@ class CMakeBuild(build_ext):
             f"-DTPK_VERSION={self.distribution.get_version()}",
         ]
         tool(*(compiler[:1] or ("c++", "g++", "clang++")))
-        subprocess.run(configure, check=True)
         jobs = os.environ.get("MAX_JOBS", str(os.cpu_count() or 1))
-        subprocess.run([cmake, "--build", build, "--target", "_host", "-j", jobs], check=True)
+        for command in (configure, [cmake, "--build", build, "--target", "_host", "-j", jobs]):
+            if subprocess.run(command).returncode != 0:
+                sys.exit("error: building tp_kernels failed; the cause is in the output above")
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(build / target.name, target)
 
 
+# Named here, the sources are in the source distribution.
+SOURCES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.*"))
+
 setup(
-    ext_modules=[Extension("tp_kernels._host", sources=[])],
+    ext_modules=[Extension("tp_kernels._host", sources=[], depends=["CMakeLists.txt", *SOURCES])],
     cmdclass={"build_ext": CMakeBuild},
 )

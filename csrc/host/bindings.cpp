@@ -1,5 +1,6 @@
 // Module tp_kernels._host. Addresses are plain integers and all checks of shapes, dtypes and devices
 // are the caller's: no tensor library is known here.
+#include <pybind11/gil_safe_call_once.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -48,7 +49,9 @@ struct SlotHandle {
   SlotHandle(std::shared_ptr<Domain> domain, int index) : slot(std::move(domain), index) {}
 
   double seconds(std::optional<double> timeout) const {
-    return timeout.value_or(slot.domain().timeout());
+    const double result = timeout.value_or(slot.domain().timeout());
+    check_timeout(result);  // also by calls that need not wait
+    return result;
   }
 
   Slot slot;
@@ -63,8 +66,19 @@ void set_os_error(const SystemError& error) {
   PyErr_SetObject(py::type::handle_of(exception).ptr(), exception.ptr());
 }
 
+// The class tp_kernels._host.Fault, made once when the module is loaded.
+PYBIND11_CONSTINIT py::gil_safe_call_once_and_store<py::object> fault_class;
+
+py::object make_fault_class() {
+  return py::reinterpret_steal<py::object>(PyErr_NewExceptionWithDoc(
+      "tp_kernels._host.Fault",
+      "A peer did not come, is gone or does something else: kind, peer, slot, op, expected, seen, "
+      "detail. kind is 'timeout', 'peer_lost', 'mismatch' or 'closed'.",
+      PyExc_RuntimeError, nullptr));
+}
+
 void set_fault(const Fault& fault) {
-  py::object type = py::module_::import("tp_kernels._host").attr("Fault");
+  const py::object& type = fault_class.get_stored();
   py::object exception = type(fault.what());
   exception.attr("kind") = name(fault.kind);
   exception.attr("peer") = fault.peer;
@@ -258,11 +272,7 @@ void bind_slot(py::module_& module) {
 
 PYBIND11_MODULE(_host, module) {
   module.doc() = "Collectives between processes of one host, in shared memory.";
-  module.attr("Fault") = py::reinterpret_steal<py::object>(PyErr_NewExceptionWithDoc(
-      "tp_kernels._host.Fault",
-      "A peer did not come, is gone or does something else: kind, peer, slot, op, expected, seen, "
-      "detail. kind is 'timeout', 'peer_lost', 'mismatch' or 'closed'.",
-      PyExc_RuntimeError, nullptr));
+  module.attr("Fault") = fault_class.call_once_and_store_result(make_fault_class).get_stored();
   py::register_local_exception_translator([](std::exception_ptr pending) {
     try {
       if (pending) std::rethrow_exception(pending);

@@ -9,6 +9,13 @@
 namespace tpk {
 namespace {
 
+// A piece that is still in the caches of its writer when its peers read it is worth more rounds.
+constexpr std::uint64_t kPieceBytes = 512 << 10;
+
+std::uint64_t elements_per_piece(const Slot& slot, Dtype dtype) {
+  return std::min(slot.capacity(), kPieceBytes) / size_of(dtype);
+}
+
 std::uint64_t divide_up(std::uint64_t a, std::uint64_t b) { return a / b + (a % b != 0); }
 
 void copy_bytes(void* out, const void* in, std::uint64_t bytes) {
@@ -83,7 +90,7 @@ void all_reduce(Slot& slot, const void* in, void* out, std::uint64_t count, Dtyp
   check_reducible(dtype);
   check(slot, in, count, out, count);
   const std::uint64_t size = size_of(dtype);
-  const std::uint64_t piece_count = slot.capacity() / size;
+  const std::uint64_t piece_count = elements_per_piece(slot, dtype);
   // Zero elements are a round too: ranks that disagree about the length must find out.
   const std::uint64_t pieces = std::max<std::uint64_t>(1, divide_up(count, piece_count));
   const auto length = [&](std::uint64_t piece) {
@@ -112,7 +119,7 @@ void reduce_scatter(Slot& slot, const void* in, void* out, const std::vector<std
   check(slot, in, parts.total, out, counts[slot.rank()]);
   const std::uint64_t size = size_of(dtype);
   // A piece takes as much of every rank's part, so that all ranks have something to reduce.
-  const std::uint64_t share = slot.capacity() / size / slot.world();
+  const std::uint64_t share = elements_per_piece(slot, dtype) / slot.world();
   const std::uint64_t pieces = std::max<std::uint64_t>(1, divide_up(parts.largest, share));
   const auto length = [&](int owner, std::uint64_t piece) {
     return std::min(share, counts[owner] - std::min(counts[owner], piece * share));
@@ -138,7 +145,7 @@ void all_gather(Slot& slot, const void* in, void* out, const std::vector<std::ui
   const Parts parts(slot, counts, dtype);
   check(slot, in, counts[slot.rank()], out, parts.total);
   const std::uint64_t size = size_of(dtype);
-  const std::uint64_t share = slot.capacity() / size;
+  const std::uint64_t share = elements_per_piece(slot, dtype);
   const std::uint64_t pieces = std::max<std::uint64_t>(1, divide_up(parts.largest, share));
   const auto bytes = [&](int owner, std::uint64_t piece) {
     return std::min(share, counts[owner] - std::min(counts[owner], piece * share)) * size;

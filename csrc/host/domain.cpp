@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 #include <new>
 #include <stdexcept>
@@ -52,7 +53,7 @@ Domain::Domain(std::shared_ptr<Segment> segment, int rank, const Shape& shape, d
     : segment_(std::move(segment)), rank_(rank), layout_(shape), timeout_(timeout),
       hook_(std::move(hook)), isa_(&select_isa()), pid_(::getpid()), claimed_(shape.slots) {
   check_size(*segment_, layout_);
-  static_cast<void>(deadline_after(timeout));
+  check_timeout(timeout);
   if (rank < 0 || rank >= world()) {
     throw std::invalid_argument("rank " + std::to_string(rank) + " is not in a group of " +
                                 std::to_string(world()));
@@ -147,8 +148,7 @@ void Domain::wake_waiters() const {
   }
 }
 
-void Domain::check_usable(int slot, const char* op) const {
-  check_process();
+void Domain::check_member(int slot, const char* op) const {
   switch (state(rank_)) {
     case RankState::alive:
       break;
@@ -180,13 +180,13 @@ std::optional<std::string> Domain::loss(int peer) const {
   return std::nullopt;
 }
 
-void Domain::await(Signal& signal, std::uint32_t expected, double timeout, WaitPolicy& policy,
-                   const WaitFor& wait) const {
-  if (reached(observe(signal), expected)) return;
+std::uint32_t Domain::await(Signal& signal, std::uint32_t expected, double timeout,
+                            WaitPolicy& policy, const WaitFor& wait) const {
+  if (const std::uint32_t seen = observe(signal); reached(seen, expected)) return seen;
   const auto deadline = deadline_after(timeout);
   const auto on_slice = [&] {
     if (hook_) hook_();
-    check_usable(wait.slot, wait.op);  // another thread may close this rank meanwhile
+    check_member(wait.slot, wait.op);  // another thread may close this rank meanwhile
     const auto reason = loss(wait.peer);
     // What a peer published before it left is as good as ever, so the signal is read once more.
     if (reason && !reached(observe(signal), expected)) {
@@ -194,9 +194,11 @@ void Domain::await(Signal& signal, std::uint32_t expected, double timeout, WaitP
                   *reason);
     }
   };
-  if (wait_until(signal, expected, deadline, policy, on_slice)) return;
-  std::string detail = "rank " + std::to_string(wait.peer) + " did not " + wait.what + " within " +
-                       std::to_string(timeout) + " s";
+  if (wait_until(signal, expected, deadline, policy, on_slice)) return observe(signal);
+  char seconds[32];
+  std::snprintf(seconds, sizeof(seconds), "%g s", timeout);
+  std::string detail =
+      "rank " + std::to_string(wait.peer) + " did not " + wait.what + " within " + seconds;
   if (const auto& peer = peers_[wait.peer]; peer && peer->stopped()) {
     detail += "; process " + std::to_string(peer->pid()) + " is stopped";
   }

@@ -46,13 +46,13 @@ class Domain {
   void fail(const std::string& message);   // peers that wait for this rank raise, now and later
   void close();                            // leaves in order; waits for nobody
 
-  // Throws unless this rank can take part in a round: joined, peers opened, not closed, not forked.
-  void check_usable(int slot, const char* op) const;
-  void check_process() const;
+  void check_process() const;                           // throws in a forked child
+  void check_member(int slot, const char* op) const;    // throws unless joined, opened, not closed
 
-  // Waits for a peer's signal; throws a Fault at the deadline or if the peer cannot come any more.
-  void await(Signal& signal, std::uint32_t expected, double timeout, WaitPolicy& policy,
-             const WaitFor& wait) const;
+  // Waits for a peer's signal and returns how far it is; throws a Fault at the deadline or if the
+  // peer cannot come any more.
+  std::uint32_t await(Signal& signal, std::uint32_t expected, double timeout, WaitPolicy& policy,
+                      const WaitFor& wait) const;
 
   // A slot has one user: its counters would part ways with those in the segment.
   void claim(int slot);

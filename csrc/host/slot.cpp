@@ -45,6 +45,7 @@ Slot::Slot(std::shared_ptr<Domain> domain, int index)
   domain_->claim(index);
   published_ = finished_ = observe(signals(rank()).ready);
   seen_.assign(world(), published_);
+  credit_.assign(world(), published_);
   sources_.resize(world());
 }
 
@@ -69,9 +70,9 @@ std::uint32_t Slot::round_buffer() const {
   return read_buffer_;
 }
 
-void Slot::await(Signal& signal, std::uint32_t expected, int peer, double timeout,
-                 const char* what) {
-  domain_->await(signal, expected, timeout, policy_, WaitFor{index_, op_, peer, what});
+std::uint32_t Slot::await(Signal& signal, std::uint32_t expected, int peer, double timeout,
+                          const char* what) {
+  return domain_->await(signal, expected, timeout, policy_, WaitFor{index_, op_, peer, what});
 }
 
 void Slot::interrupt() {
@@ -86,9 +87,11 @@ std::uint32_t Slot::begin(double timeout) {
     throw std::logic_error("begin: all " + std::to_string(buffers()) +
                            " buffers hold rounds that this rank has not finished");
   }
-  const std::uint32_t credit = credit_for(published_ + 1, buffers());
+  const std::uint32_t needed = credit_for(published_ + 1, buffers());
   for (int peer = 0; peer < world(); ++peer) {
-    if (peer != rank()) await(signals(peer).done, credit, peer, timeout, "finish its round");
+    // A look at the peer's signal takes its cache line away: only where the last look is too old.
+    if (peer == rank() || reached(credit_[peer], needed)) continue;
+    credit_[peer] = await(signals(peer).done, needed, peer, timeout, "finish its round");
   }
   begun_ = true;
   return fill_buffer_;

@@ -41,7 +41,7 @@ class Slot {
     if (!lock) throw std::logic_error(std::string(op) + ": another thread is using this slot");
     domain_->check_process();
     if (broken_) throw Fault(*broken_);
-    domain_->check_usable(index_, op);
+    domain_->check_member(index_, op);
     op_ = op;
     try {
       return call();
@@ -88,8 +88,8 @@ class Slot {
  private:
   Signals& signals(int rank) const;
   Descriptor& descriptor(int rank, std::uint32_t index) const;
-  void await(Signal& signal, std::uint32_t expected, int peer, double timeout,
-             const char* what);
+  std::uint32_t await(Signal& signal, std::uint32_t expected, int peer, double timeout,
+                      const char* what);
   void compare_descriptors(int peer) const;
   void check_range(std::uint64_t offset, std::uint64_t count, Dtype dtype) const;
   const std::vector<const void*>& round_buffers();
@@ -108,7 +108,8 @@ class Slot {
   std::uint32_t finished_;
   std::uint32_t fill_buffer_ = 0;  // of round published_ + 1
   std::uint32_t read_buffer_ = 0;  // of round finished_ + 1
-  std::vector<std::uint32_t> seen_;  // by peer: the last round it is known to have published
+  std::vector<std::uint32_t> seen_;    // by peer: the round whose descriptor was compared last
+  std::vector<std::uint32_t> credit_;  // by peer: rounds it is known to have read
   std::vector<const void*> sources_;
 };
 

@@ -16,6 +16,7 @@ namespace tpk {
 namespace {
 
 constexpr std::chrono::nanoseconds kSlice = std::chrono::milliseconds(20);
+constexpr std::chrono::nanoseconds kYield = std::chrono::microseconds(100);
 constexpr int kMinSpins = 20;
 constexpr int kMaxSpins = 2000;
 
@@ -47,11 +48,15 @@ void sleep_on(Signal& signal, std::uint32_t expected, std::chrono::nanoseconds l
 
 }  // namespace
 
-Clock::time_point deadline_after(double seconds) {
+void check_timeout(double seconds) {
   if (!std::isfinite(seconds) || seconds < 0) {
     throw std::invalid_argument("timeout=" + std::to_string(seconds) +
                                 ": use a number of seconds that is not negative");
   }
+}
+
+Clock::time_point deadline_after(double seconds) {
+  check_timeout(seconds);
   const double bounded = std::min(seconds, 1e9);  // 31 years: the sum cannot overflow
   return Clock::now() + std::chrono::nanoseconds(static_cast<std::int64_t>(bounded * 1e9));
 }
@@ -62,7 +67,7 @@ WaitPolicy WaitPolicy::for_ranks(std::uint32_t ranks) {
   // The call fails with more than CPU_SETSIZE cores, which are enough.
   const bool crowded = ::sched_getaffinity(0, sizeof(cores), &cores) == 0 &&
                        ranks > static_cast<std::uint32_t>(CPU_COUNT(&cores));
-  return crowded ? WaitPolicy{kMinSpins, kMinSpins, 50} : WaitPolicy{kMaxSpins, kMaxSpins, 200};
+  return crowded ? WaitPolicy{kMinSpins, kMinSpins} : WaitPolicy{kMaxSpins, kMaxSpins};
 }
 
 bool wait_until(Signal& signal, std::uint32_t expected, Clock::time_point deadline,
@@ -75,10 +80,12 @@ bool wait_until(Signal& signal, std::uint32_t expected, Clock::time_point deadli
     relax();
   }
   policy.spins = std::max(policy.spins / 2, kMinSpins);
-  for (int turn = 0; turn < policy.yields; ++turn) {
+  // Bounded by time: on a busy machine a single yield may cost a slice of another thread.
+  const auto yield_until = std::min(deadline, Clock::now() + kYield);
+  do {
     if (reached(observe(signal), expected)) return true;
     ::sched_yield();
-  }
+  } while (Clock::now() < yield_until);
   while (!reached(observe(signal), expected)) {
     on_slice();
     const auto left = deadline - Clock::now();

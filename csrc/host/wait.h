@@ -11,15 +11,14 @@ namespace tpk {
 
 using Clock = std::chrono::steady_clock;  // CLOCK_MONOTONIC
 
-// Refuses negative, infinite and undefined numbers of seconds.
+void check_timeout(double seconds);  // refuses what is negative, infinite or undefined
 Clock::time_point deadline_after(double seconds);
 
 // How long to try before sleeping. Every waiter has its own and adapts it: a spin that outlasts its
 // budget is wasted on a peer that needs this very core, so the next one is shorter.
 struct WaitPolicy {
-  int spins;      // about ten nanoseconds each
+  int spins;  // about ten nanoseconds each
   int max_spins;
-  int yields;     // each gives way to a runnable thread of this core
 
   // With more ranks than cores, peers share this core from the start.
   static WaitPolicy for_ranks(std::uint32_t ranks);

@@ -1,4 +1,5 @@
 // Rounds step by step: overlap, bias, wrong use; and faults: late, different, closed, failed.
+#include <algorithm>
 #include <chrono>
 
 #include "ranks.h"
@@ -155,6 +156,31 @@ void late() {
   CHECK(again.kind == FaultKind::timeout && again.detail == fault.detail);
 }
 
+// A sleeper is woken by the signal and does not only notice it when its slice of sleep is over.
+void sleepers_are_woken() {
+  Ranks ranks(shape_of(2, 2));
+  std::vector<double> delays;
+  Clock::time_point published;
+  ranks.run([&](Slot& slot) {
+    for (int round = 0; round < 31; ++round) {
+      barrier(slot, kTimeout);
+      slot.begin(kTimeout);
+      if (slot.rank() == 1) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(3 + round % 11));
+        published = Clock::now();
+      }
+      slot.publish(describe());
+      slot.wait_all(kTimeout);
+      if (slot.rank() == 0) {
+        delays.push_back(std::chrono::duration<double>(Clock::now() - published).count());
+      }
+      slot.finish();
+    }
+  });
+  std::sort(delays.begin(), delays.end());
+  CHECK(delays[15] < 3e-3);
+}
+
 void no_credit() {
   Ranks ranks(shape_of(2, 1));
   Slot& fast = ranks.slot(0);
@@ -263,32 +289,50 @@ void closed_by_another_thread() {
   closer.join();
 }
 
+// Two ranks over one segment, of which the first has a hook in its waits.
+struct Hooked {
+  explicit Hooked(Domain::Hook hook) {
+    const Shape shape = shape_of(2, 2);
+    const std::string name = "/tpk-test-hook-" + std::to_string(::getpid());
+    const auto segment = Segment::create(name, Layout(shape).bytes());
+    segment->unlink();
+    Domain::format(*segment, shape);
+    domain = std::make_shared<Domain>(segment, 0, shape, kTimeout, std::move(hook));
+    peer = std::make_shared<Domain>(segment, 1, shape, kTimeout);
+    for (auto* rank : {&domain, &peer}) (*rank)->join();
+    for (auto* rank : {&domain, &peer}) (*rank)->open_peers(kTimeout);
+    slot = std::make_unique<Slot>(domain, 0);
+    other = std::make_unique<Slot>(peer, 0);
+  }
+
+  std::shared_ptr<Domain> domain, peer;
+  std::unique_ptr<Slot> slot, other;
+};
+
 // An exception that is no fault (as from Ctrl-C) leaves the wait, and peers need not wait for it.
 void interrupted() {
-  const Shape shape = shape_of(2, 2);
-  const auto segment = Segment::create("/tpk-test-hook-" + std::to_string(::getpid()),
-                                       Layout(shape).bytes());
-  segment->unlink();
-  Domain::format(*segment, shape);
   struct Interrupt {};
-  const auto domain = std::make_shared<Domain>(segment, 0, shape, kTimeout, [] { throw Interrupt{}; });
-  const auto peer = std::make_shared<Domain>(segment, 1, shape, kTimeout);
-  domain->join();
-  peer->join();
-  domain->open_peers(kTimeout);
-  peer->open_peers(kTimeout);
-  Slot slot(domain, 0), other(peer, 0);
+  Hooked ranks([] { throw Interrupt{}; });
+  Slot& slot = *ranks.slot;
   CATCH(Interrupt, slot.exclusive("barrier", [&] { barrier(slot, kTimeout); }));
   CHECK(fault_of(slot, 1).detail.find("interrupted") != std::string::npos);
-  other.begin(kTimeout);
-  other.publish(describe());
-  other.begin(kTimeout);
-  const Fault fault = CATCH(Fault, other.exclusive("wait", [&] {
-    other.publish(describe());
-    other.finish();
-    other.wait(0, kTimeout);
-  }));
-  CHECK(fault.kind == FaultKind::peer_lost);
+  barrier(*ranks.other, kTimeout);  // the interrupted rank had published this round
+  CHECK(fault_of(*ranks.other, kTimeout).kind == FaultKind::peer_lost);
+}
+
+// A peer that publishes and leaves after the signal was looked at, and before its state is, has not
+// left the round.
+void leaving_at_the_last_moment() {
+  Hooked* access = nullptr;
+  Hooked ranks([&] {
+    if (access == nullptr) return;  // still waiting for the ranks to join
+    access->other->begin(kTimeout);
+    access->other->publish(Descriptor{op_barrier, 0, {0, 0, 0}});
+    access->peer->close();
+    access = nullptr;
+  });
+  access = &ranks;
+  ranks.slot->exclusive("barrier", [&] { barrier(*ranks.slot, kTimeout); });
 }
 
 }  // namespace
@@ -300,6 +344,7 @@ int main() {
   refused_shapes();
   concurrent_use();
   late();
+  sleepers_are_woken();
   no_credit();
   different();
   different_collectives();
@@ -307,4 +352,5 @@ int main() {
   leaving_in_order();
   closed_by_another_thread();
   interrupted();
+  leaving_at_the_last_moment();
 }

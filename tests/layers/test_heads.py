@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given
@@ -24,7 +24,7 @@ def test_partition_is_the_best_of_all(data):
     def loads(cuts):
         bounds = [0, *cuts, heads]
         result = []
-        for start, stop in zip(bounds, bounds[1:], strict=False):
+        for start, stop in pairwise(bounds):
             used = {kv_head(q, heads, kv_heads) for q in range(start, stop)}
             result.append(2 * (stop - start) + 2 * len(used))
         return max(result), sum(result)

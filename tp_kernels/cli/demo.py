@@ -13,9 +13,8 @@ from rich.panel import Panel
 from rich.table import Table
 
 from tp_kernels import Ranks
-from tp_kernels.integrations.checkpoint import stock_checkpoint
 
-from .progress import progress_bars, staged
+from .progress import converted, progress_bars
 from .worker import Answer, Question, Source, answer, load, text_of
 
 
@@ -68,7 +67,7 @@ def run(model: str, prompt: str, *, max_new_tokens: int = 64, rounds: int = 3) -
     question = Question(prompt, max_new_tokens=max_new_tokens)
     with ExitStack() as stack:
         bars = stack.enter_context(progress_bars())
-        checkpoint = stock_checkpoint(model, staged(bars))
+        checkpoint = converted(model, bars)
         rows = _rows(checkpoint, stack)
         steps = bars.add_task("loading", total=len(rows) * (2 + rounds))
         for row in rows:

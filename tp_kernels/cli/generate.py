@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from tp_kernels import Ranks, ShapeError
 from tp_kernels.integrations.checkpoint import stock_checkpoint
 
-from .progress import progress_bars, staged
+from .progress import converted, progress_bars
 from .worker import Question, Source, print_answer
 
 
@@ -30,14 +29,10 @@ def run(
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         _under_torchrun(model, question, tp, sequence_parallel, threads)
         return
-    source = Source(_converted(model), sequence_parallel=sequence_parallel)
+    with progress_bars() as bars:
+        source = Source(converted(model, bars), sequence_parallel=sequence_parallel)
     with Ranks(tp or 2, threads=threads) as ranks:
         ranks.run(print_answer, source, question)
-
-
-def _converted(model: str) -> Path:
-    with progress_bars() as bars:
-        return stock_checkpoint(model, staged(bars))
 
 
 def _under_torchrun(
@@ -52,7 +47,8 @@ def _under_torchrun(
     try:
         # One rank of each machine converts, and the others find its result.
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            _converted(model)
+            with progress_bars() as bars:
+                converted(model, bars)
         dist.barrier()
         source = Source(stock_checkpoint(model), sequence_parallel=sequence_parallel)
         print_answer(source, question)

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -63,6 +62,10 @@ class ParallelGroup:
     ) -> None:
         if provider not in ("auto", "host", "none"):
             raise UnsupportedError(f"provider={provider!r}: use 'auto', 'host' or 'none'")
+        if implementation not in ("auto", "reference", "chunked", "host"):
+            raise UnsupportedError(
+                f"implementation={implementation!r}: use 'auto', 'reference', 'chunked' or 'host'"
+            )
         if timeout <= 0:
             raise UnsupportedError(f"timeout={timeout}: use a positive number of seconds")
         self.timeout = float(timeout)

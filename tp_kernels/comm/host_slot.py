@@ -38,18 +38,19 @@ class HostSlot:
         self._timeout = timeout
         self.capacity: int = raw.capacity
         self.seconds = 0.0  # spent in blocking calls: waiting and reducing
-        self._bytes = [
-            [
-                torch.frombuffer(
-                    segment,
-                    dtype=torch.uint8,
-                    count=raw.capacity,
-                    offset=raw.buffer_address(rank, index) - segment.address,
-                )
-                for index in range(buffers)
+        with torch.inference_mode(False):  # or training could not write to what inference made
+            self._bytes = [
+                [
+                    torch.frombuffer(
+                        segment,
+                        dtype=torch.uint8,
+                        count=raw.capacity,
+                        offset=raw.buffer_address(rank, index) - segment.address,
+                    )
+                    for index in range(buffers)
+                ]
+                for rank in range(world)
             ]
-            for rank in range(world)
-        ]
         self._views: dict[tuple[Any, ...], Tensor] = {}
 
     # One round, step by step: what overlapped ops are made of.
@@ -71,7 +72,8 @@ class HostSlot:
             numel = 1
             for size in shape:
                 numel *= size
-            view = self._bytes[rank][index][: numel * dtype.itemsize].view(dtype).view(shape)
+            with torch.inference_mode(False):
+                view = self._bytes[rank][index][: numel * dtype.itemsize].view(dtype).view(shape)
             self._views[key] = view
         return view
 

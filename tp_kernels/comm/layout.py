@@ -8,12 +8,12 @@ def split_sizes(total: int, world: int) -> list[int]:
 
     Any total works, also fewer than ranks and zero: `split_sizes(3, 4) == [1, 1, 1, 0]`.
     """
-    small, larger = divmod(total, world)
+    small, larger = total // world, total % world  # torch.compile knows no divmod
     return [small + 1 if rank < larger else small for rank in range(world)]
 
 
 def split_range(total: int, world: int, rank: int) -> tuple[int, int]:
     """Half-open range of part `rank` in `split_sizes(total, world)`."""
-    small, larger = divmod(total, world)
+    small, larger = total // world, total % world
     start = rank * small + min(rank, larger)
     return start, start + small + (1 if rank < larger else 0)

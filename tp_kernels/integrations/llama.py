@@ -74,9 +74,8 @@ class ParallelLlamaAttention:
             q, k = self.rotate(q, k, *position_embeddings)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
-        if not self.head_shard.uniform:
-            index = self.head_shard.kv_of_query()
-            k, v = k[:, index], v[:, index]
+        if self.kv_of_query is not None:
+            k, v = k[:, self.kv_of_query], v[:, self.kv_of_query]
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, self.eager_attention
         )

@@ -289,7 +289,7 @@ def _divide_attention(
     attention.v_proj = _divide(column, attention.v_proj, group, sharded, kv_ranges)
     attention.o_proj = _divide(row, attention.o_proj, group, sharded, q_ranges)
     shard = shards[group.rank]
-    attention.head_shard = shard
+    attention.kv_of_query = None if shard.uniform else shard.kv_of_query()
     attention.num_key_value_groups = shard.num_heads // shard.num_kv_heads if shard.uniform else 1
     attention.sequence_layout = layout
     stock = sys.modules[type(attention).__module__]

@@ -8,6 +8,7 @@ them; its gradient is summed over exactly those.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -88,5 +89,5 @@ def partition_heads(heads: int, kv_heads: int, world: int) -> tuple[HeadShard, .
     cuts = best[heads][2]
     return tuple(
         HeadShard((start, stop), kv_range(start, stop), heads, kv_heads)
-        for start, stop in zip(cuts, cuts[1:], strict=False)
+        for start, stop in itertools.pairwise(cuts)
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,7 @@ class ParamPlacement:
 
     @property
     def overlapping(self) -> bool:
-        return any(b[0] < a[1] for a, b in zip(self.ranges, self.ranges[1:], strict=False))
+        return any(b[0] < a[1] for a, b in pairwise(self.ranges))
 
     @property
     def needs_reduction(self) -> bool:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from tp_kernels.comm.errors import ShapeError, UnsupportedError
 from tp_kernels.comm.group import ParallelGroup
-from tp_kernels.dispatch import choose
+from tp_kernels.dispatch import IMPLEMENTATIONS, choose
 
-library = torch.library.Library("tp_kernels", "DEF")  # noqa: TOR901 - one library, one process life
+library = torch.library.Library("tp_kernels", "DEF")
 
 ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor] | None] = {
     None: None,
@@ -83,11 +83,15 @@ def direct(*tensors: Tensor | None) -> bool:
     return True
 
 
-def check_group(operation: str, group: Any) -> ParallelGroup:
+def check_call(operation: str, group: Any, implementation: str) -> ParallelGroup:
     if not isinstance(group, ParallelGroup):
         raise UnsupportedError(
             f"{operation}: group={group!r}; ops take a ParallelGroup, made once on every rank: "
             "tp_kernels.ParallelGroup(process_group or mesh dimension)"
+        )
+    if implementation != "auto" and implementation not in IMPLEMENTATIONS:
+        raise UnsupportedError(
+            f"{operation}: implementation={implementation!r}; known are {', '.join(IMPLEMENTATIONS)}"
         )
     return group
 
@@ -106,7 +110,8 @@ def prepare(
         biases: list[Tensor | None] = [None] * len(weights)
     else:
         biases = [bias] if isinstance(bias, Tensor) else list(bias)
-    if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
+    autocast = torch.is_autocast_enabled(x.device.type)
+    if autocast and x.is_floating_point() and x.dtype != torch.float64:  # like F.linear
         cast = torch.get_autocast_dtype(x.device.type)
         x = x.to(cast)
         weights = [w.to(cast) for w in weights]

@@ -19,7 +19,7 @@ from . import all_gather_gemm, gemm_reduce_scatter
 from ._gemm import partial_product, products, weight_gradients
 from ._op import (
     bias_gradient,
-    check_group,
+    check_call,
     direct,
     finish,
     prepare,
@@ -57,7 +57,7 @@ def all_gather_linear(
     Returns:
         [R, ..., N_r], or a tuple of them for several weights.
     """
-    group = check_group("all_gather_linear", group)
+    group = check_call("all_gather_linear", group, implementation)
     if gathered not in ("keep", "redo"):
         raise UnsupportedError(f"all_gather_linear: gathered={gathered!r}; use 'keep' or 'redo'")
     x, weights, biases = prepare("all_gather_linear", group, x, weight, bias, activation)

@@ -17,7 +17,7 @@ from ._gemm import partial_product, products, weight_gradients
 from ._op import (
     activate,
     bias_gradient,
-    check_group,
+    check_call,
     direct,
     prepare,
     register,
@@ -49,7 +49,7 @@ def copy_linear(
     Returns:
         [..., N_r], or a tuple of them for several weights. The gradient of x has equal bits on all ranks.
     """
-    group = check_group("copy_linear", group)
+    group = check_call("copy_linear", group, implementation)
     x, weights, biases = prepare("copy_linear", group, x, weight, bias, activation)
     function = _forward if direct(x, *weights, *biases) else _op
     ys = function(x, weights, biases, group.name, implementation)

@@ -13,7 +13,7 @@ from torch import Tensor
 from tp_kernels.comm.group import ParallelGroup
 
 from . import gemm_all_reduce
-from ._op import bias_gradient, check_group, direct, finish, prepare, register, rows_of, run
+from ._op import bias_gradient, check_call, direct, finish, prepare, register, rows_of, run
 
 
 def linear_all_reduce(
@@ -42,7 +42,7 @@ def linear_all_reduce(
         ShapeError, UnsupportedError: before anything is sent.
         GroupMismatchError, CollectiveTimeoutError, PeerLostError: naming the rank concerned.
     """
-    group = check_group("linear_all_reduce", group)
+    group = check_call("linear_all_reduce", group, implementation)
     x, (w,), biases = prepare("linear_all_reduce", group, x, weight, bias, activation)
     rows, b = rows_of(x), biases[0] if biases else None
     y = (_forward if direct(rows, w, b) else _op)(rows, w, b, group.name, implementation)

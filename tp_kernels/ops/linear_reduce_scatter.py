@@ -14,7 +14,7 @@ from tp_kernels.comm.group import ParallelGroup
 from tp_kernels.comm.layout import split_sizes
 
 from . import all_gather_gemm, gemm_reduce_scatter
-from ._op import bias_gradient, check_group, direct, finish, prepare, register, rows_of, run
+from ._op import bias_gradient, check_call, direct, finish, prepare, register, rows_of, run
 
 
 def linear_reduce_scatter(
@@ -38,7 +38,7 @@ def linear_reduce_scatter(
     Returns:
         [split_sizes(R, W)[rank], ..., N]. Summed in fp32 in rank order, rounded once.
     """
-    group = check_group("linear_reduce_scatter", group)
+    group = check_call("linear_reduce_scatter", group, implementation)
     x, (w,), biases = prepare("linear_reduce_scatter", group, x, weight, bias, activation)
     rows, b = rows_of(x), biases[0] if biases else None
     first = x.shape[0] if x.dim() > 1 else 1

@@ -21,7 +21,7 @@ from tp_kernels.comm.errors import UnsupportedError
 from tp_kernels.comm.group import ParallelGroup
 from tp_kernels.comm.layout import split_sizes
 
-from ._op import direct, register
+from ._op import direct, register, rows_of
 
 
 def reduce_from_ranks(x: Tensor, *, group: ParallelGroup) -> Tensor:
@@ -86,9 +86,8 @@ def _gather(x: Tensor, counts: list[int], reduce: bool, name: str) -> Tensor:
 
 
 def _features(x: Tensor, sizes: list[int], name: str) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1])
-    full = collectives.all_gather(rows.t(), ParallelGroup.by_name(name), counts=sizes)
-    return full.t().reshape(*x.shape[:-1], full.shape[0])
+    full = collectives.all_gather(rows_of(x).t(), ParallelGroup.by_name(name), counts=sizes)
+    return full.t().contiguous().view(*x.shape[:-1], full.shape[0])
 
 
 def _reduce_scatter(x: Tensor, name: str) -> Tensor:

@@ -1,0 +1,174 @@
+"""What runs is what was asked for or explained, and what cannot run says why."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+
+from tests.oracle import OPERATIONS, Case, call, shard
+from tp_kernels import ParallelGroup, UnsupportedError, explain
+from tp_kernels.dispatch import CHUNKED_MIN_ROWS, choose
+
+FEATURES = {"in_features": 24, "out_features": 12}
+
+
+def calls_of(case: Case, group: ParallelGroup) -> dict[str, dict[str, int]]:
+    """What the group counted in a forward and backward of `case`."""
+    group.reset_stats()
+    args = shard(case, group.size, group.rank).leaves("")
+    (y,) = call(case, args, group)
+    y.sum().backward()
+    return group.stats()["calls"]
+
+
+def ran(case: Case, group: ParallelGroup) -> str:
+    """The implementation that communicated in the forward, or for copy_linear in the backward."""
+    name = case.op + (".backward" if case.op == "copy_linear" else "")
+    ((implementation, count),) = calls_of(case, group)[name].items()
+    assert count == 1
+    return implementation
+
+
+def test_what_was_explained_is_what_runs(world):
+    outcomes = world(3).run(explain_and_run)
+    assert all(outcome == outcomes[0] for outcome in outcomes)  # no rank decides for itself
+    assert {name for name, _ in outcomes[0]} == {"reference", "chunked", "host"}
+
+
+def explain_and_run() -> list[tuple[str, str]]:
+    random, seen = Random(3), []
+    providers = {"provider": "none"}, {"window": 512}, {}
+    for options in providers:
+        with ParallelGroup(timeout=30, **options) as group:
+            for _ in range(20):
+                case = Case(
+                    random.choice(OPERATIONS),
+                    (random.choice((1, 30, CHUNKED_MIN_ROWS - 1, CHUNKED_MIN_ROWS)),),
+                    random.choice((5, 200)),
+                    (random.choice((5, 200)),),
+                    dtype=random.choice((torch.float32, torch.float64, torch.float16)),
+                    implementation="auto",
+                )
+                choice = explain(
+                    case.op,
+                    rows=case.rows,
+                    in_features=case.inner,
+                    out_features=case.outs[0],
+                    group=group,
+                    dtype=case.dtype,
+                )
+                assert ran(case, group) == choice.implementation, case
+                seen.append((choice.implementation, str(choice)))
+    return seen
+
+
+def test_forcing(world):
+    world(2).run(force)
+
+
+def force() -> None:
+    """A call can force an implementation, and override what its group forces."""
+    with (
+        ParallelGroup(timeout=30) as group,
+        ParallelGroup(timeout=30, implementation="chunked") as forcing,
+    ):
+        for op in OPERATIONS:
+            for name in ("reference", "chunked", "host"):
+                case = Case(op, implementation=name)
+                assert ran(case, group) == ran(case, forcing) == name
+            assert ran(Case(op, implementation="auto"), group) == "host"
+            assert ran(Case(op, implementation="auto"), forcing) == "chunked"
+
+
+def test_what_cannot_run_says_why(world):
+    world(2).run(force_the_impossible)
+
+
+def force_the_impossible() -> None:
+    reasons = {
+        "provider='none' was asked for": ({"provider": "none"}, {}),
+        "not torch.float64": ({}, {"dtype": torch.float64}),
+        r"ParallelGroup\(window=2400\)": ({"window": 1024}, {"inner": 300, "outs": (300,)}),
+    }
+    for reason, (options, sizes) in reasons.items():
+        with ParallelGroup(timeout=30, **options) as group:
+            for op in OPERATIONS:
+                with pytest.raises(UnsupportedError, match=reason) as caught:
+                    calls_of(Case(op, implementation="host", **sizes), group)
+                assert f"rank {group.rank}" in str(caught.value)
+                assert "implementation='auto'" in str(caught.value)
+                assert ran(Case(op, implementation="auto", **sizes), group) == "reference"
+    with ParallelGroup(window=2400, timeout=30) as group:  # the window that the message asked for
+        assert ran(Case(OPERATIONS[0], inner=300, implementation="host"), group) == "host"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_unknown_implementation_is_refused(world, size):
+    world(size).run(misspell)
+
+
+def misspell() -> None:
+    with ParallelGroup(timeout=30) as group:
+        for op in OPERATIONS:
+            with pytest.raises(UnsupportedError, match="known are reference, chunked, host"):
+                call(Case(op, implementation="hots"), shard(Case(op), group.size, 0), group)
+        assert not group.stats()["calls"]
+        with pytest.raises(UnsupportedError, match="known are"):
+            explain(OPERATIONS[0], rows=4, group=group, implementation="hots", **FEATURES)
+    with pytest.raises(UnsupportedError, match="implementation='hots'"):
+        ParallelGroup(implementation="hots")
+
+
+def test_explain_texts(world):
+    world(2).run(read_explanations)
+
+
+def read_explanations() -> None:
+    def text(group: ParallelGroup | None, rows: int = 4, **options: object) -> str:
+        return str(explain("linear_all_reduce", rows=rows, group=group, **FEATURES, **options))
+
+    with ParallelGroup(provider="none", timeout=30) as group:
+        assert group.provider == "none"
+        assert group.provider_reason == "provider='none' was asked for"
+        assert "provider=none: provider='none' was asked for" in repr(group)
+        assert text(group) == (
+            "linear_all_reduce: reference (too small to overlap)\n"
+            "  not host: provider='none' was asked for\n"
+            f"  not chunked: 4 rows < {CHUNKED_MIN_ROWS}: one collective is faster"
+        )
+        assert text(group, 1000).startswith("linear_all_reduce: chunked (1000 rows are worth")
+        assert text(group, implementation="chunked") == "linear_all_reduce: chunked (asked for)"
+    with ParallelGroup(timeout=30) as group:
+        assert text(group).startswith("linear_all_reduce: host (all 2 ranks share this host)")
+        assert "not cuda" in text(group, device="cuda")
+    assert text(None).startswith("linear_all_reduce: host (all 2 ranks share this host)")
+
+
+def test_explain_on_one_rank():
+    choice = explain("copy_linear", rows=4, **FEATURES)
+    assert choice.implementation == "reference"
+    assert set(choice.rejected.values()) == {"one rank: nothing to communicate"}
+    with pytest.raises(UnsupportedError, match="known ops are all_gather_linear"):
+        explain("linear", rows=4, **FEATURES)
+
+
+def test_decisions_do_not_pile_up():
+    with ParallelGroup() as group:
+        for rows in range(10_000):
+            choose(OPERATIONS[0], group, rows=rows, width=1, dtype=torch.float32, device="cpu")
+        assert len(group.decisions) <= 5000
+
+
+def test_seconds_are_counted_and_reset(world):
+    world(2).run(count_seconds)
+
+
+def count_seconds() -> None:
+    for provider in ("host", "none"):
+        with ParallelGroup(provider=provider, timeout=30) as group:
+            calls_of(Case(OPERATIONS[0], (100,), implementation="auto"), group)
+            assert group.stats()["seconds"] > 0
+            group.reset_stats()
+            assert group.stats() == {"calls": {}, "seconds": 0.0}

@@ -1,0 +1,239 @@
+"""The ops as citizens of torch: opcheck, compile, checkpoint, functional calls, autocast, grad modes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tests.oracle import digest
+from tp_kernels import (
+    ParallelGroup,
+    all_gather_linear,
+    copy_linear,
+    linear_all_reduce,
+    linear_reduce_scatter,
+)
+from tp_kernels.ops import gather_rows
+
+HIDDEN, INNER = 10, 6
+CHECKS = (
+    "test_schema",
+    "test_faketensor",
+    "test_autograd_registration",
+    "test_aot_dispatch_dynamic",
+)
+
+
+def samples(group: ParallelGroup) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Arguments of this rank for every registered op; five rows on each rank."""
+    name, counts, rows = group.name, [5] * group.size, 5 * group.size
+    rest = (name, "auto")
+
+    def t(*shape: int) -> Tensor:
+        return torch.randn(*shape, requires_grad=True)
+
+    yield "all_gather_linear", (t(5, 4), [t(3, 4), t(2, 4)], [t(3), t(2)], counts, False, *rest)
+    if group.size > 1:
+        yield "all_gather_linear", (t(5, 4), [t(3, 4)], [], counts, True, *rest)
+    yield "copy_linear", (t(5, 4), [t(3, 4), t(2, 4)], [], *rest)
+    yield "copy_linear", (t(2, 5, 4), [t(3, 4)], [t(3)], *rest)
+    yield "linear_all_reduce", (t(5, 4), t(3, 4), t(3), *rest)
+    yield "linear_all_reduce", (t(5, 4), t(3, 4), None, *rest)
+    yield "linear_reduce_scatter", (t(rows, 4), t(3, 4), t(3), counts, *rest)
+    few, many, w, dy = (torch.randn(n, k) for n, k in ((5, 4), (rows, 4), (3, 4), (rows, 3)))
+    for x, y in ((True, True), (True, False), (False, True)):
+        yield "all_gather_linear_backward", ([dy], many, [w], counts, True, x, [y], *rest)
+        yield "copy_linear_backward", ([dy], many, [w], x, [y], *rest)
+        yield "linear_reduce_scatter_backward", (dy[:5], many, w, counts, x, y, True, *rest)
+    yield "all_gather_linear_backward", ([dy], few, [w], counts, False, True, [True], *rest)
+    yield "gather_rows", (t(5, 4), counts, False, name)
+    yield "gather_rows", (t(5, 4), counts, True, name)
+    yield "scatter_rows", (t(rows, 4), counts, name)
+    yield "gather_features", (t(5, 4), [4] * group.size, name)
+    for op in ("reduce_from_ranks", "copy_to_ranks"):
+        yield op, (t(5, 4), name)
+    for op in ("reduce_scatter_rows", "all_reduce"):
+        yield op, (many, name)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_opcheck(world, size):
+    world(size).run(check_registrations)
+
+
+def check_registrations() -> None:
+    with ParallelGroup(timeout=60) as group:
+        checked = set()
+        for name, args in samples(group):
+            op = getattr(torch.ops.tp_kernels, name).default
+            # tracing through autograd, the slow check, depends on the number of ranks in no way
+            torch.library.opcheck(op, args, test_utils=CHECKS if group.size == 1 else CHECKS[:3])
+            checked.add(name)
+    assert checked == registered_ops()
+
+
+def registered_ops() -> set[str]:
+    names = torch._C._dispatch_get_all_op_names()
+    return {name.split("::")[1] for name in names if name.startswith("tp_kernels::")}
+
+
+def parameters(seed: int, requires_grad: bool = True) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER), (HIDDEN,), (INNER, HIDDEN))
+    shapes += ((HIDDEN, INNER),)
+    return [
+        torch.randn(shape, generator=generator).requires_grad_(requires_grad) for shape in shapes
+    ]
+
+
+def network(x: Tensor, weights: list[Tensor], group: ParallelGroup) -> Tensor:
+    """All four ops and both residual layouts: rows of each rank in, all rows out."""
+    gate, up, down, bias, opening, closing = weights
+    a, b = all_gather_linear(x, [gate, up], group=group, activation="silu")
+    h = x + linear_reduce_scatter(a * b, down, bias, group=group)
+    h = gather_rows(h, group=group)
+    h = copy_linear(h, opening, group=group, activation="gelu_tanh")
+    return linear_all_reduce(h, closing, group=group)
+
+
+def outcome(function: Callable[..., Tensor], rows: int, group: ParallelGroup) -> str:
+    """Digest of a network's output and all its gradients."""
+    weights = parameters(group.rank)
+    x = torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(9)).requires_grad_()
+    y = function(x, weights, group)
+    y.backward(torch.ones_like(y).cumsum(0))
+    return digest(y, x.grad, *(w.grad for w in weights))
+
+
+def test_compiled_is_eager_to_the_bit(world):
+    for eager, compiled, graphs in world(2).run(compile_and_compare):
+        assert eager == compiled
+        assert graphs == 2  # static, then with a symbolic number of rows
+
+
+def compile_and_compare() -> tuple[list[str], list[str], int]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(network, backend="aot_eager", fullgraph=True)
+    with ParallelGroup(timeout=60) as group:
+        results = [
+            [outcome(function, rows, group) for rows in (4, 7, 5, 90)]
+            for function in (network, compiled)
+        ]
+    return *results, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_compiled_uneven_rows(world):
+    for eager, compiled in world(2).run(compile_uneven):
+        assert eager == compiled
+
+
+def uneven(x: Tensor, weights: list[Tensor], group: ParallelGroup) -> Tensor:
+    """Any number of rows, all of them on every rank in between."""
+    h = linear_reduce_scatter(x, weights[2].t(), group=group)
+    return all_gather_linear(h, weights[2], group=group, rows=x.shape[0])
+
+
+def compile_uneven() -> tuple[list[str], list[str]]:
+    torch._dynamo.reset()
+    compiled = torch.compile(uneven, backend="aot_eager", fullgraph=True, dynamic=True)
+    with ParallelGroup(timeout=60) as group:
+        results = []
+        for function in (uneven, compiled):
+            digests = []
+            for rows in (7, 5, 4, 101, 2):
+                w = parameters(group.rank)[2].detach().requires_grad_()
+                x = torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(rows))
+                y = function(x.requires_grad_(), [None, None, w], group)
+                y.sum().backward()
+                digests.append(digest(y, x.grad, w.grad))
+            results.append(digests)
+    return results[0], results[1]
+
+
+class Network(nn.Module):
+    def __init__(self, group: ParallelGroup) -> None:
+        super().__init__()
+        self.group = group
+        self.weights = nn.ParameterList(parameters(group.rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return network(x, list(self.weights), self.group)
+
+
+def test_checkpoint_and_functional_call(world):
+    world(2).run(recompute_and_call)
+
+
+def recompute_and_call() -> None:
+    with ParallelGroup(timeout=30) as group:
+        plain = outcome(network, 5, group)
+
+        def recomputed(x: Tensor, weights: list[Tensor], group: ParallelGroup) -> Tensor:
+            return checkpoint(network, x, weights, group, use_reentrant=False)
+
+        def functional(x: Tensor, weights: list[Tensor], group: ParallelGroup) -> Tensor:
+            named = {f"weights.{i}": w for i, w in enumerate(weights)}
+            return torch.func.functional_call(module, named, (x,))
+
+        module = Network(group)
+        assert outcome(recomputed, 5, group) == plain
+        assert outcome(functional, 5, group) == plain
+        assert all(w.grad is None for w in module.parameters())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_autocast(world, size):
+    world(size).run(autocast)
+
+
+def autocast() -> None:
+    """Products in bf16, gradients in fp32: what F.linear does."""
+    with ParallelGroup(timeout=30) as group:
+        for dtype in (torch.bfloat16, torch.float16):
+            weights = parameters(group.rank)
+            x = torch.randn(4, HIDDEN, requires_grad=True)
+            with torch.autocast("cpu", dtype):
+                y = copy_linear(x, weights[0], weights[3][:INNER], group=group)
+                z = F.linear(x, weights[0], weights[3][:INNER])
+                full = network(x, weights, group)
+            assert y.dtype == z.dtype == full.dtype == dtype
+            assert digest(y) == digest(z)
+            full.float().sum().backward()
+            assert {t.grad.dtype for t in (x, *weights)} == {torch.float32}
+            double = torch.randn(4, HIDDEN, dtype=torch.float64)
+            with torch.autocast("cpu", dtype):
+                wide = weights[0].double()
+                y, z = copy_linear(double, wide, group=group), F.linear(double, wide)
+            assert y.dtype == z.dtype == torch.float64
+
+
+@pytest.mark.parametrize("made_in_inference_mode", [False, True])
+def test_inference_mode_then_training(world, made_in_inference_mode):
+    world(2).run(infer_then_train, made_in_inference_mode)
+
+
+def infer_then_train(made_in_inference_mode: bool) -> None:
+    """Views of shared memory are cached: one made in inference mode has to serve training, too."""
+    with torch.inference_mode(made_in_inference_mode):
+        group = ParallelGroup(timeout=30, window=8192)
+    with group:
+        for rows in (3, 80):
+            weights = parameters(group.rank)
+            x = torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(9))
+            with torch.inference_mode():
+                first = digest(network(x, weights, group))
+                made_here = network(x.clone(), [w.clone() for w in weights], group)
+                assert digest(made_here) == first
+            with torch.no_grad():
+                assert digest(network(x, weights, group)) == first
+            y = network(x, weights, group)
+            y.sum().backward()
+            assert digest(y) == first
+            assert all(w.grad.isfinite().all() for w in weights)
