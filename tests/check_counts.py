@@ -20,6 +20,9 @@ def main(expected_path: str, *reports: str) -> int:
     total: Counter[str] = Counter()
     for report in reports:
         name, _, path = report.partition("=")
+        if not Path(path).is_file():
+            problems.append(f"{name}: there is no report {path}")
+            continue
         counts, reasons = read(Path(path))
         total += counts
         floor = expected[name]["passed_at_least"]

@@ -14,7 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tp_kernels import CollectiveTimeoutError, ParallelGroup, SymmetricMemory, UnsupportedError
+from tp_kernels import (
+    CollectiveTimeoutError,
+    ParallelGroup,
+    UnsupportedError,
+    linear_all_reduce,
+)
 from tp_kernels.comm import all_reduce, as_group
 from tp_kernels.comm.topology import HostIdentity
 
@@ -44,7 +49,7 @@ def test_one_process_without_torch_distributed():
         ({"timeout": -1.0}, "use a positive number of seconds"),
         ({"timeout": float("nan")}, "use a positive number of seconds"),
         ({"window": 0}, "window=0"),
-        ({"window": -1}, "window=-1"),
+        ({"window": -1}, "window=-1: use 64 bytes or more"),
         ({"group": "tp"}, "of type str: pass a ParallelGroup, a ProcessGroup"),
     ],
 )
@@ -163,11 +168,12 @@ def test_a_rank_that_does_not_construct_is_named(world):
 
 
 def leave_one_out() -> tuple[str, float] | None:
+    own = dist.new_group([0, 1, 2])  # the ranks are out of step with each other afterwards
     if dist.get_rank() == 1:
         return None
     start = time.monotonic()
     with pytest.raises(CollectiveTimeoutError) as caught:
-        ParallelGroup(timeout=1)
+        ParallelGroup(own, timeout=1)
     return str(caught.value), time.monotonic() - start
 
 
@@ -213,7 +219,9 @@ def ask_for_too_much() -> None:
     with ParallelGroup(window=1 << 44, timeout=30) as group:
         assert group.provider == "none" and works(group)
         assert "no shared segment: rank 0" in group.provider_reason
-    with pytest.raises(UnsupportedError, match="provider='host' is not possible: no shared segment"):
+    with pytest.raises(
+        UnsupportedError, match="provider='host' is not possible: no shared segment"
+    ):
         ParallelGroup(provider="host", window=1 << 44, timeout=30)
 
 
@@ -229,5 +237,15 @@ def ask_differently() -> tuple[str, str]:
         return group.provider, group.provider_reason
 
 
-def test_symmetric_memory_is_public():
-    assert SymmetricMemory.__module__ == "tp_kernels.comm.symmetric_memory"
+def test_the_smallest_windows(world):
+    world(3).run(move_through_small_windows)
+
+
+def move_through_small_windows() -> None:
+    """Also those that are no multiple of an element or a row."""
+    for window in (64, 65, 100, 4097):
+        with ParallelGroup(window=window, timeout=30) as group:
+            assert group.provider == "host"
+            assert all_reduce(torch.arange(999.0), group).equal(torch.arange(999.0) * 3)
+            y = linear_all_reduce(torch.ones(99, 3), torch.ones(5, 3), group=group)
+            assert y.eq(9).all()

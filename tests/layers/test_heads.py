@@ -43,6 +43,10 @@ def test_kv_heads_are_those_of_the_local_queries(per_kv, kv_heads, world):
         assert shard.kv_of_query() == [kv - shard.kv[0] for kv in used]
         counts = {used.count(kv) for kv in used}
         assert shard.uniform == (len(counts) == 1)
+        places, place_of = shard.padded_queries()
+        size = len(places) // shard.num_kv_heads
+        assert [places[place] for place in place_of] == list(range(shard.num_heads))
+        assert all(shard.kv_of_query()[query] == at // size for at, query in enumerate(places))
 
 
 @pytest.mark.parametrize(

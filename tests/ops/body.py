@@ -122,7 +122,12 @@ def compare_with_torch(op: str) -> None:
                 args = shard(case, 1, 0).leaves("")
                 y = torch.nn.functional.linear(args.x, args.ws[0], args.bs[0])
                 y.backward(args.dys[0])
-                theirs = {"y0": y, "dx": args.x.grad, "dw0": args.ws[0].grad, "db0": args.bs[0].grad}
+                theirs = {
+                    "y0": y,
+                    "dx": args.x.grad,
+                    "dw0": args.ws[0].grad,
+                    "db0": args.bs[0].grad,
+                }
                 for name, value in theirs.items():
                     assert digest(ours[name]) == digest(value), (case, name)
 

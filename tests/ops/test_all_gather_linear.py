@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.oracle import Case, call, digest, shard
 from tests.ops import body
+from tests.oracle import Case, call, digest, shard
 from tp_kernels import ParallelGroup, all_gather_linear
 
 OP = "all_gather_linear"

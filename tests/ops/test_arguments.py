@@ -107,5 +107,5 @@ def use_closed() -> None:
         group = ParallelGroup(provider=provider, timeout=30)
         group.close()
         for op in OPERATIONS:
-            with pytest.raises(UnsupportedError, match="closed|alive"):
+            with pytest.raises(UnsupportedError, match=r"closed|alive"):
                 compute(Case(op, implementation="auto"), group)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.oracle import digest
 from tests.ops import body
+from tests.oracle import digest
 from tp_kernels import ParallelGroup, linear_all_reduce
 
 OP = "linear_all_reduce"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.oracle import digest
 from tests.ops import body
+from tests.oracle import digest
 from tp_kernels import ParallelGroup, linear_reduce_scatter
 
 OP = "linear_reduce_scatter"

@@ -89,9 +89,9 @@ def run(model: str, prompt: str, *, max_new_tokens: int = 64, rounds: int = 3) -
     console.print(Panel(text_of(checkpoint, rows[0].rounds[0][0].tokens), title=prompt))
     console.print(_table(rows))
     console.print(
-        f"Greedy, {len(rows[0].rounds[0][0].tokens)} tokens, fp32; {rounds} rounds, taking turns.\n"
-        "tokens/s: decoding, slowest rank, median (lowest..highest). ms comm.: per token, "
-        "waiting for other ranks included."
+        f"Greedy, {len(rows[0].rounds[0][0].tokens)} tokens, fp32; rounds: {rounds}, taking turns.\n"
+        "tokens/s: decoding, slowest rank, median (lowest..highest).\n"
+        "ms comm.: communication per token, waiting for the other ranks included."
     )
     console.print(f"tokens identical: {'[green]yes' if identical else '[bold red]no'}")
     return 0 if identical else 1
@@ -104,18 +104,18 @@ def _rows(checkpoint: Path, stack: ExitStack) -> list[Row]:
     return [
         Row("1 process, 1 thread", plain, one, 1),
         Row("1 process, 2 threads", plain, one, 2),
-        Row("2 ranks, 1 thread each", split, stack.enter_context(Ranks(2, threads=1)), 1),
-        Row("3 ranks, 1 thread each", split, stack.enter_context(Ranks(3, threads=1)), 1),
+        Row("2 ranks, 1 thread", split, stack.enter_context(Ranks(2, threads=1)), 1),
+        Row("3 ranks, 1 thread", split, stack.enter_context(Ranks(3, threads=1)), 1),
     ]
 
 
 def _table(rows: list[Row]) -> Table:
     # Fits into 80 columns.
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     table.add_column("", no_wrap=True)
-    for heading in ("tokens/s", "ratio", "MiB per rank", "ms comm."):
+    for heading in ("tokens/s", "ratio", "MiB/rank", "ms comm."):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("ran")
+    table.add_column("ran", no_wrap=True)
     baseline, whole = median(rows[0].speeds), rows[0].weight_bytes
     for row in rows:
         speeds = row.speeds

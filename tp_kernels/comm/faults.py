@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from time import sleep
 from typing import TYPE_CHECKING, Any
 
 from .errors import (
@@ -16,6 +17,9 @@ from .topology import HostIdentity, process_state
 
 if TYPE_CHECKING:
     from .group import ParallelGroup
+
+# A dying process closes its connections before it is seen to have ended.
+_LAST_BREATH_SECONDS = 0.5
 
 _TRANSPORT_WORDS = re.compile(
     r"gloo|NCCL|Connection (closed|reset|refused)|Timed out|timed out|timeout|Broken pipe|"
@@ -50,14 +54,20 @@ def error_from_process_group(
     failure: Exception, group: ParallelGroup, operation: str
 ) -> TpKernelsError:
     """The process group does not say which rank it waited for: look at those on this host."""
-    dead, stopped = suspects(group.identities, group.rank)
     where = f"{operation}: rank {group.rank} of group '{group.name}'"
     text = str(failure).splitlines()[0]
+    late = re.search(r"[Tt]imed? ?out", text)
+    dead, stopped = suspects(group.identities, group.rank)
+    patience = 0.0 if late else _LAST_BREATH_SECONDS
+    while not dead and patience > 0:
+        sleep(0.01)
+        patience -= 0.01
+        dead, stopped = suspects(group.identities, group.rank)
     if dead:
         return PeerLostError(f"{where} lost {_ranks(dead)} (process ended): {text}")
     if stopped:
         return CollectiveTimeoutError(f"{where} waited for {_ranks(stopped)} (stopped): {text}")
-    if re.search(r"[Tt]imed? ?out", text):
+    if late:
         return CollectiveTimeoutError(
             f"{where} waited longer than {group.timeout:g} s for a rank of {group.ranks}: {text}"
         )

@@ -66,8 +66,10 @@ class ParallelGroup:
             raise UnsupportedError(
                 f"implementation={implementation!r}: use 'auto', 'reference', 'chunked' or 'host'"
             )
-        if timeout <= 0:
+        if not timeout > 0:
             raise UnsupportedError(f"timeout={timeout}: use a positive number of seconds")
+        if window < 64:
+            raise UnsupportedError(f"window={window}: use 64 bytes or more")
         self.timeout = float(timeout)
         self.implementation = implementation
         self.process_group = _process_group(group)

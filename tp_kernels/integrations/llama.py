@@ -74,8 +74,8 @@ class ParallelLlamaAttention:
             q, k = self.rotate(q, k, *position_embeddings)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
-        if self.kv_of_query is not None:
-            k, v = k[:, self.kv_of_query], v[:, self.kv_of_query]
+        if self.places is not None:
+            q = q[:, self.places]
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, self.eager_attention
         )
@@ -90,6 +90,9 @@ class ParallelLlamaAttention:
             sliding_window=self.attention_window,
             **kwargs,
         )
+        if self.places is not None:
+            y = y[:, :, self.place_of_query]
+            weights = None if weights is None else weights[:, self.place_of_query]
         y = y.reshape(batch, length, -1)
         if layout is None:
             return self.o_proj(y), weights

@@ -34,6 +34,7 @@ from tp_kernels.layers.placement import ParamPlacement, place, placements
 
 from .checkpoint import SafetensorsReader, read_slices
 from .llama import ParallelLlamaAttention, ParallelLlamaMLP, SequenceLayout
+from .weight_memory import WeightMemory
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,7 @@ def load_parallel(
     parallelize(model, group, sequence_parallel=sequence_parallel, plan=plan)
     plan = _plan_of(model, plan)
     placed = list(placements(model))
+    memory = WeightMemory([(place.local_shape(), dtype) for _, _, place in placed])
     with read_slices(checkpoint) as reader:
         for done, (name, parameter, placement) in enumerate(placed, start=1):
             source = name if name in reader else _tied_name(model, name, reader)
@@ -137,8 +139,8 @@ def load_parallel(
                 value = reader.tensor(source)
             else:
                 value = reader.slice(source, placement.dim, *placement.local_range)
-            # A private, aligned copy: what the reader returns may be a strided view of the file.
-            own = torch.empty(value.shape, dtype=dtype).copy_(value)
+            # A private copy: what the reader returns may be a strided view of the file.
+            own = memory.take(value.shape, dtype).copy_(value)
             loaded = nn.Parameter(own, requires_grad=parameter.requires_grad)
             _replace_parameter(model, parameter, loaded)
             if progress is not None:
@@ -289,8 +291,9 @@ def _divide_attention(
     attention.v_proj = _divide(column, attention.v_proj, group, sharded, kv_ranges)
     attention.o_proj = _divide(row, attention.o_proj, group, sharded, q_ranges)
     shard = shards[group.rank]
-    attention.kv_of_query = None if shard.uniform else shard.kv_of_query()
-    attention.num_key_value_groups = shard.num_heads // shard.num_kv_heads if shard.uniform else 1
+    places, attention.place_of_query = shard.padded_queries()
+    attention.places = None if shard.uniform else places
+    attention.num_key_value_groups = len(places) // shard.num_kv_heads
     attention.sequence_layout = layout
     stock = sys.modules[type(attention).__module__]
     attention.rotate = stock.apply_rotary_pos_emb

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tp_kernels.comm.errors import ShapeError, UnsupportedError
 from tp_kernels.comm.group import GroupLike, as_group
 
-from .heads import HeadShard, partition_heads
+from .heads import partition_heads
 from .linear import QKVParallelLinear, RowParallelLinear, feature_ranges
 
 
@@ -103,6 +103,7 @@ class ParallelAttention(QKVParallelLinear):
         shards = partition_heads(num_heads, num_kv_heads or num_heads, group.size)
         self.causal, self.sliding_window, self.rope_theta = causal, sliding_window, rope_theta
         self.sequence_parallel = sequence_parallel
+        self._places = self.shard.padded_queries()
         self.o_proj = RowParallelLinear(
             num_heads * self.head_dim,
             hidden_size,
@@ -138,12 +139,18 @@ class ParallelAttention(QKVParallelLinear):
             q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         if cache is not None:
             k, v = cache.append(k, v)
-        k, v = expand_kv(k, self.shard), expand_kv(v, self.shard)
         mask = self._mask(length, k.shape[2], x.device, attention_mask, q.dtype)
         is_causal = self.causal and mask is None and length > 1
+        places, place_of_query = self._places
+        even = len(places) == q.shape[1]
+        if not even:
+            q = q[:, places]
+            if mask is not None and mask.dim() == 4 and mask.shape[1] > 1:
+                mask = mask[:, places]
         y = nn.functional.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=k.shape[1] != q.shape[1]
         )
+        y = y if even else y[:, place_of_query]
         order = (2, 0, 1, 3) if self.sequence_parallel else (0, 2, 1, 3)
         return self.o_proj(y.permute(order).flatten(2))
 
@@ -174,13 +181,6 @@ class ParallelAttention(QKVParallelLinear):
         if given.dtype == torch.bool:
             return given & seen
         return given.masked_fill(~seen, torch.finfo(dtype).min)
-
-
-def expand_kv(x: Tensor, shard: HeadShard) -> Tensor:
-    """[b, n_kv, s, D] as SDPA can group it: unchanged if every KV head serves equally many queries."""
-    if shard.uniform:
-        return x
-    return x[:, shard.kv_of_query()]
 
 
 def rotary_table(position_ids: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:

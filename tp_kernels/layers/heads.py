@@ -44,6 +44,19 @@ class HeadShard:
         """Local KV head of each local query head."""
         return [kv_head(q, self.heads, self.kv_heads) - self.kv[0] for q in range(*self.q)]
 
+    def padded_queries(self) -> tuple[list[int], list[int]]:
+        """Equal groups for kernels that want them: (query head of each place, place of each query).
+
+        Every KV head gets as many places as the busiest one; places left over repeat a query, whose
+        result is dropped: cheaper than to copy the keys and values of all tokens so far.
+        """
+        groups: list[list[int]] = [[] for _ in range(self.num_kv_heads)]
+        for query, kv in enumerate(self.kv_of_query()):
+            groups[kv].append(query)
+        size = max(map(len, groups))
+        places = [query for group in groups for query in group + group[-1:] * (size - len(group))]
+        return places, [places.index(query) for query in range(self.num_heads)]
+
 
 def kv_head(query: int, heads: int, kv_heads: int) -> int:
     """The KV head that query head `query` attends with."""
