@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "collectives.h"
+#include "elementwise.h"
 
 namespace py = pybind11;
 using namespace tpk;
@@ -268,6 +269,28 @@ void bind_slot(py::module_& module) {
           no_timeout, Released());
 }
 
+void bind_elementwise(py::module_& module) {
+  module.def(
+      "rms_norm",
+      [](std::uint64_t x, std::uint64_t weight, std::uint64_t out, std::size_t rows,
+         std::size_t columns, float epsilon, std::uint32_t dtype) {
+        rms_norm(pointer(x), pointer(weight), pointer(out), rows, columns, epsilon, Dtype{dtype});
+      },
+      py::arg("x"), py::arg("weight"), py::arg("out"), py::arg("rows"), py::arg("columns"),
+      py::arg("epsilon"), py::arg("dtype"), Released());
+  module.def(
+      "rotary",
+      [](std::uint64_t x, std::uint64_t cosines, std::uint64_t sines, std::uint64_t out,
+         std::size_t batch, std::size_t length, std::size_t heads, std::size_t dim,
+         std::size_t table_batch, std::uint32_t dtype) {
+        rotary(pointer(x), pointer(cosines), pointer(sines), pointer(out), batch, length, heads, dim,
+               table_batch, Dtype{dtype});
+      },
+      py::arg("x"), py::arg("cosines"), py::arg("sines"), py::arg("out"), py::arg("batch"),
+      py::arg("length"), py::arg("heads"), py::arg("dim"), py::arg("table_batch"), py::arg("dtype"),
+      Released());
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_host, module) {
@@ -292,6 +315,7 @@ PYBIND11_MODULE(_host, module) {
       },
       py::arg("world"), py::arg("slots"), py::arg("capacity"), py::arg("buffers"),
       "Size of a segment of this shape.");
+  bind_elementwise(module);
   module.def("isa", [] { return select_isa().name; },
              "The instruction set in use; TP_KERNELS_ISA forces one.");
   module.def("available_isas", [] {

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from threading import Timer
 from typing import Any, NoReturn
 
@@ -28,6 +30,9 @@ from tp_kernels import (
     linear_reduce_scatter,
 )
 from tp_kernels.comm import all_gather, all_reduce, barrier, reduce_scatter
+from tp_kernels.comm.faults import error_from_process_group
+from tp_kernels.comm.topology import HostIdentity
+from tp_kernels.ops import gemm_all_reduce, gemm_reduce_scatter
 
 TIMEOUT, SLACK = 5.0, 3.0
 CULPRIT = 1
@@ -170,6 +175,47 @@ def test_a_rank_that_leaves_a_process_group(world):
         assert "waited longer than 5 s for a rank of [0, 1, 2]" in str(error)
 
 
+@pytest.mark.parametrize("call", ["linear_all_reduce", "linear_reduce_scatter"])
+def test_a_rank_that_raises_within(world, call):
+    """Out of memory between two rounds, say: the peers need not wait for the deadline."""
+    outcomes = world(3).run(run_out_of_memory, call)
+    for rank, (error, seconds) in enumerate(outcomes):
+        assert seconds < SLACK
+        if rank == CULPRIT:
+            assert error == "MemoryError: none left"
+        else:
+            assert f"PeerLostError: {call}: rank {rank}" in error
+            assert f"rank {CULPRIT} failed: {call}: MemoryError: none left" in error
+
+
+def run_out_of_memory(call: str) -> tuple[str, float]:
+    module = {
+        "linear_all_reduce": gemm_all_reduce,
+        "linear_reduce_scatter": gemm_reduce_scatter,
+    }[call]
+    original, calls = module.partial_product, 0
+
+    def allocate_or_fail(*args: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls > 2:
+            raise MemoryError("none left")
+        return original(*args)
+
+    with ParallelGroup(provider="host", timeout=TIMEOUT, window=8192) as group:
+        CALLS[call](group)
+        if group.rank == CULPRIT:
+            module.partial_product = allocate_or_fail
+        start = time.monotonic()
+        try:
+            CALLS[call](group)
+        except (TpKernelsError, MemoryError) as error:
+            return f"{type(error).__name__}: {error}", time.monotonic() - start
+        finally:
+            module.partial_product = original
+    raise AssertionError("a rank failed")
+
+
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_a_late_rank_is_waited_for(world, provider):
     assert world(3).run(take_part, provider, "linear_all_reduce", "late") == [True] * 3
@@ -207,6 +253,17 @@ def test_a_stopped_rank(world, provider):
             assert error.seconds >= TIMEOUT
     finally:
         resume.join()
+
+
+def test_a_rank_that_is_just_dying_is_named():
+    """Its connections close before it is seen to have ended."""
+    here = HostIdentity.current()
+    with ParallelGroup() as group, subprocess.Popen(["sleep", "0.2"]) as dying:
+        group.identities = [here, replace(here, pid=dying.pid)]
+        failure = RuntimeError("Connection closed by peer")
+        error = error_from_process_group(failure, group, "all_reduce")
+        assert isinstance(error, PeerLostError)
+        assert "lost rank 1 (process ended)" in str(error)
 
 
 # What two ranks call, and what the culprit calls at the same time.

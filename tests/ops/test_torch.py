@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.oracle import digest
 from tp_kernels import (
     ParallelGroup,
+    UnsupportedError,
     all_gather_linear,
     copy_linear,
     linear_all_reduce,
@@ -186,6 +187,27 @@ def recompute_and_call() -> None:
         assert outcome(recomputed, 5, group) == plain
         assert outcome(functional, 5, group) == plain
         assert all(w.grad is None for w in module.parameters())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_second_derivatives_are_refused(world, size):
+    world(size).run(differentiate_twice)
+
+
+def differentiate_twice() -> None:
+    """Communication inside a backward records nothing: a second derivative would be wrong."""
+    with ParallelGroup(timeout=30) as group:
+        weights = parameters(group.rank)
+        x = torch.randn(2, HIDDEN, requires_grad=True)
+        for y in (
+            all_gather_linear(x, weights[0], group=group),
+            copy_linear(x, weights[0], group=group),
+            linear_all_reduce(x, weights[0], group=group),
+            linear_reduce_scatter(x, weights[0], group=group),
+        ):
+            with pytest.raises(UnsupportedError, match="no second derivative"):
+                torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        outcome(network, 3, group)  # the group works on
 
 
 @pytest.mark.parametrize("size", [1, 2])

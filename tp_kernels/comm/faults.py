@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from time import sleep
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from .errors import (
     CollectiveTimeoutError,
@@ -27,9 +27,9 @@ _TRANSPORT_WORDS = re.compile(
 )
 
 
-def is_transport_failure(failure: Exception) -> bool:
+def is_transport_failure(failure: BaseException) -> TypeGuard[RuntimeError]:
     """True for what torch.distributed raises when a peer is gone or late, not for bad arguments."""
-    return bool(_TRANSPORT_WORDS.search(str(failure)))
+    return isinstance(failure, RuntimeError) and bool(_TRANSPORT_WORDS.search(str(failure)))
 
 
 def error_from_host(fault: Any, group: ParallelGroup, operation: str) -> TpKernelsError:

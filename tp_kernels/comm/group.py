@@ -158,12 +158,14 @@ class ParallelGroup:
         self._calls[operation, implementation] += 1
         try:
             return function(*args)
-        except _HostFault as fault:
-            error: Exception = error_from_host(fault, self, operation)
         except TpKernelsError:
             raise
-        except (RuntimeError, dist.DistBackendError) as failure:
+        except _HostFault as fault:
+            error: Exception = error_from_host(fault, self, operation)
+        except BaseException as failure:
             if not is_transport_failure(failure):
+                if implementation != "local":  # the peers wait for what this rank has not sent
+                    self.fail(f"{operation}: {type(failure).__name__}: {failure}")
                 raise
             error = error_from_process_group(failure, self, operation)
         self.fail(f"{operation}: {error}")

@@ -13,6 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tp_kernels.comm.group import ParallelGroup
 from tp_kernels.layers.linear import column_parallel
 from tp_kernels.ops import gather_rows, scatter_rows
+from tp_kernels.ops.elementwise import rms_norm, rotary
 
 
 class SequenceLayout:
@@ -69,13 +70,14 @@ class ParallelLlamaAttention:
         v = v.view(batch, length, -1, self.head_dim).transpose(1, 2)
         if hasattr(self, "q_norm"):
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = q.transpose(1, 2), k.transpose(1, 2)
-        if position_embeddings is not None:
-            q, k = self.rotate(q, k, *position_embeddings)
+        if position_embeddings is None:
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+        else:
+            q, k = rotary(q, *position_embeddings), rotary(k, *position_embeddings)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
         if self.places is not None:
-            q = q[:, self.places]
+            q = q.index_select(1, self.places)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, self.eager_attention
         )
@@ -91,12 +93,19 @@ class ParallelLlamaAttention:
             **kwargs,
         )
         if self.places is not None:
-            y = y[:, :, self.place_of_query]
-            weights = None if weights is None else weights[:, self.place_of_query]
+            y = y.index_select(2, self.place_of_query)
+            weights = None if weights is None else weights.index_select(1, self.place_of_query)
         y = y.reshape(batch, length, -1)
         if layout is None:
             return self.o_proj(y), weights
         return self.o_proj(y.flatten(0, 1)).unsqueeze(0), weights
+
+
+class FusedLlamaNorm:
+    """RMS norm of the stock module's weight and epsilon as one operation."""
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
 class ParallelLlamaMLP:

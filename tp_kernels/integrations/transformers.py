@@ -33,7 +33,12 @@ from tp_kernels.layers.linear import (
 from tp_kernels.layers.placement import ParamPlacement, place, placements
 
 from .checkpoint import SafetensorsReader, read_slices
-from .llama import ParallelLlamaAttention, ParallelLlamaMLP, SequenceLayout
+from .llama import (
+    FusedLlamaNorm,
+    ParallelLlamaAttention,
+    ParallelLlamaMLP,
+    SequenceLayout,
+)
 from .weight_memory import WeightMemory
 
 
@@ -93,9 +98,11 @@ def parallelize(
 
     layout = SequenceLayout(group) if sequence_parallel and group.size > 1 else None
     for layer in parts.layers:
-        attention, mlp = parts.attention(layer), parts.mlp(layer)
-        _divide_attention(attention, group, shards, head_dim, layout)
-        _divide_mlp(mlp, group, layout)
+        _divide_attention(parts.attention(layer), group, shards, head_dim, layout)
+        _divide_mlp(parts.mlp(layer), group, layout)
+    for module in [parts.norm, *parts.layers.modules()]:
+        if _is_llama_norm(module):
+            _become(module, FusedLlamaNorm)
     _divide_vocabulary(parts, group)
     if layout is not None:
         parts.layers[0].register_forward_pre_hook(layout.enter, with_kwargs=True)
@@ -291,12 +298,13 @@ def _divide_attention(
     attention.v_proj = _divide(column, attention.v_proj, group, sharded, kv_ranges)
     attention.o_proj = _divide(row, attention.o_proj, group, sharded, q_ranges)
     shard = shards[group.rank]
-    places, attention.place_of_query = shard.padded_queries()
-    attention.places = None if shard.uniform else places
+    places, place_of_query = shard.padded_queries()
     attention.num_key_value_groups = len(places) // shard.num_kv_heads
+    for name, index in (("places", places), ("place_of_query", place_of_query)):
+        buffer = None if shard.uniform else torch.tensor(index)
+        attention.register_buffer(name, buffer, persistent=False)
     attention.sequence_layout = layout
     stock = sys.modules[type(attention).__module__]
-    attention.rotate = stock.apply_rotary_pos_emb
     attention.eager_attention = stock.eager_attention_forward
     attention.attention_window = getattr(
         attention, "sliding_window", getattr(attention.config, "sliding_window", None)
@@ -308,6 +316,12 @@ def _divide_attention(
                 partial = ParamPlacement(group, shape, partial_gradient=True)
                 place(getattr(attention, norm), name, partial)
     _become(attention, ParallelLlamaAttention)
+
+
+def _is_llama_norm(module: nn.Module) -> bool:
+    """The RMS norms of the families, whose arithmetic `FusedLlamaNorm` repeats."""
+    name = type(module).__name__
+    return name in {f"{family}RMSNorm" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 
 
 def _divide_mlp(mlp: Any, group: ParallelGroup, layout: SequenceLayout | None) -> None:

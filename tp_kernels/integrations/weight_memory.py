@@ -21,7 +21,8 @@ class WeightMemory:
 
     def __init__(self, tensors: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> None:
         size = sum(_padded(torch.Size(shape).numel() * dtype.itemsize) for shape, dtype in tensors)
-        block = mmap.mmap(-1, max(size, 1))
+        # Private: shared anonymous memory is a file to the kernel, which has its own page policy.
+        block = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without huge pages: ordinary ones do
                 block.madvise(mmap.MADV_HUGEPAGE)

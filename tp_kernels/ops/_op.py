@@ -2,7 +2,7 @@
 
 Public functions normalise their arguments to 2-D rows and lists of weights. Without gradients or tracing
 they call the implementation directly; otherwise they go through `torch.ops.tp_kernels.*`, which carry
-schema, fake kernel and autograd formula, so torch.compile, functorch and checkpointing see one node.
+schema, fake kernel and autograd formula, so torch.compile and checkpointing see one node.
 """
 
 from __future__ import annotations
@@ -42,8 +42,17 @@ def register(
     library.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tp_kernels::{name}", fake, lib=library)
     if backward is not None:
+
+        def once(ctx: Any, *gradients: Any) -> Any:
+            # The communication of a backward has no gradient of its own.
+            if torch.is_grad_enabled():
+                raise UnsupportedError(
+                    f"tp_kernels::{name} has no second derivative; do not use create_graph=True"
+                )
+            return backward(ctx, *gradients)
+
         torch.library.register_autograd(
-            f"tp_kernels::{name}", backward, setup_context=setup_context, lib=library
+            f"tp_kernels::{name}", once, setup_context=setup_context, lib=library
         )
     return getattr(torch.ops.tp_kernels, name).default
 

@@ -1,0 +1,99 @@
+#include "elementwise.h"
+
+#include <cmath>
+#include <stdexcept>
+
+#include "convert.h"
+
+namespace tpk {
+namespace {
+
+constexpr std::size_t kLanes = 16;  // sums kept apart, so that vectors and scalars add alike
+
+template <class Element>
+void rms_norm_rows(const void* x, const void* weight, void* out, std::size_t rows,
+                   std::size_t columns, float epsilon) {
+  using Storage = typename Element::Storage;
+  const auto* w = static_cast<const Storage*>(weight);
+  for (std::size_t row = 0; row < rows; ++row) {
+    const auto* in = static_cast<const Storage*>(x) + row * columns;
+    auto* y = static_cast<Storage*>(out) + row * columns;
+    float lanes[kLanes] = {};
+    std::size_t i = 0;
+    for (; i + kLanes <= columns; i += kLanes) {
+      for (std::size_t lane = 0; lane < kLanes; ++lane) {
+        const float value = Element::widen(in[i + lane]);
+        lanes[lane] += value * value;
+      }
+    }
+    for (std::size_t lane = 0; i < columns; ++i, ++lane) {
+      const float value = Element::widen(in[i]);
+      lanes[lane] += value * value;
+    }
+    for (std::size_t half = kLanes / 2; half > 0; half /= 2) {
+      for (std::size_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+    }
+    const float scale = 1.0f / std::sqrt(lanes[0] / static_cast<float>(columns) + epsilon);
+    for (i = 0; i < columns; ++i) {
+      const float unit = Element::widen(Element::narrow(Element::widen(in[i]) * scale));
+      y[i] = Element::narrow(Element::widen(w[i]) * unit);
+    }
+  }
+}
+
+// Every product and the sum are rounded to the dtype, as the separate tensor operations would.
+template <class Element>
+void rotate_rows(const void* x, const void* cosines, const void* sines, void* out,
+                 std::size_t batch, std::size_t length, std::size_t heads, std::size_t dim,
+                 std::size_t table_batch) {
+  using Storage = typename Element::Storage;
+  const auto round = [](float value) { return Element::widen(Element::narrow(value)); };
+  const std::size_t half = dim / 2;
+  for (std::size_t b = 0; b < batch; ++b) {
+    for (std::size_t s = 0; s < length; ++s) {
+      const std::size_t row = ((table_batch == 1 ? 0 : b) * length + s) * dim;
+      const auto* cos = static_cast<const Storage*>(cosines) + row;
+      const auto* sin = static_cast<const Storage*>(sines) + row;
+      for (std::size_t h = 0; h < heads; ++h) {
+        const auto* in = static_cast<const Storage*>(x) + ((b * length + s) * heads + h) * dim;
+        auto* y = static_cast<Storage*>(out) + ((b * heads + h) * length + s) * dim;
+        for (std::size_t i = 0; i < half; ++i) {
+          const float first = Element::widen(in[i]);
+          const float second = Element::widen(in[i + half]);
+          y[i] = Element::narrow(round(first * Element::widen(cos[i])) +
+                                 round(-second * Element::widen(sin[i])));
+          y[i + half] = Element::narrow(round(second * Element::widen(cos[i + half])) +
+                                        round(first * Element::widen(sin[i + half])));
+        }
+      }
+    }
+  }
+}
+
+template <class... Arguments>
+void by_dtype(Dtype dtype, void (*float32)(Arguments...), void (*bfloat16)(Arguments...),
+              void (*float16)(Arguments...), Arguments... arguments) {
+  switch (dtype) {
+    case Dtype::float32: return float32(arguments...);
+    case Dtype::bfloat16: return bfloat16(arguments...);
+    case Dtype::float16: return float16(arguments...);
+    default: throw std::invalid_argument("element-wise kernels take float32, bfloat16 and float16");
+  }
+}
+
+}  // namespace
+
+void rms_norm(const void* x, const void* weight, void* out, std::size_t rows, std::size_t columns,
+              float epsilon, Dtype dtype) {
+  by_dtype(dtype, rms_norm_rows<Float32>, rms_norm_rows<Bfloat16>, rms_norm_rows<Float16>, x, weight,
+           out, rows, columns, epsilon);
+}
+
+void rotary(const void* x, const void* cosines, const void* sines, void* out, std::size_t batch,
+            std::size_t length, std::size_t heads, std::size_t dim, std::size_t table_batch,
+            Dtype dtype) {
+  by_dtype(dtype, rotate_rows<Float32>, rotate_rows<Bfloat16>, rotate_rows<Float16>, x, cosines,
+           sines, out, batch, length, heads, dim, table_batch);
+}
+
+}  // namespace tpk

@@ -1,0 +1,63 @@
+"""Fused norm and rotary embedding against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tp_kernels.ops.elementwise import rms_norm, rotary
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1, 576), (3, 5, 7), (2, 33), (0, 4), (1, 16)])
+def test_rms_norm(dtype, shape):
+    torch.manual_seed(0)
+    x, weight = torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
+    with torch.no_grad():
+        y = rms_norm(x, weight, 1e-5)
+    wide = x.double()
+    oracle = weight.double() * wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+    # two roundings to the dtype, and in fp32 the mean (K / 16 additions in sequence), root and product
+    eps, eps32 = torch.finfo(dtype).eps, torch.finfo(torch.float32).eps
+    bound = (eps + (shape[-1] / 32 + 4) * eps32) * oracle.abs() + torch.finfo(dtype).tiny
+    assert y.dtype == dtype and y.shape == x.shape
+    assert ((y.double() - oracle).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("batch", "table"), [(1, 1), (3, 3), (3, 1), (0, 1)])
+def test_rotary_has_the_bits_of_torch(dtype, batch, table):
+    torch.manual_seed(1)
+    x = torch.randn(batch, 5, 3, 8).to(dtype)
+    angle = torch.randn(table, 5, 8)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    with torch.no_grad():
+        fused = rotary(x, cos, sin)
+    plain = rotary(x.clone().requires_grad_(), cos, sin)  # gradients: the torch formula
+    assert plain.requires_grad and fused.is_contiguous()
+    assert torch.equal(fused, plain)
+
+
+def test_strided_input_takes_the_formula():
+    x = torch.randn(4, 6, 8)
+    with torch.no_grad():
+        strided = rms_norm(x.transpose(0, 1), torch.ones(8), 1e-6)
+        fused = rms_norm(x.transpose(0, 1).contiguous(), torch.ones(8), 1e-6)
+    torch.testing.assert_close(strided, fused, rtol=1e-6, atol=0)
+
+
+def test_gradients_are_those_of_torch():
+    torch.manual_seed(2)
+    grads = []
+    for function in (
+        lambda x, w: rms_norm(x, w, 1e-6),
+        lambda x, w: torch.nn.functional.rms_norm(x, (6,), w, 1e-6),
+    ):
+        torch.manual_seed(2)
+        x, weight = torch.randn(3, 6, requires_grad=True), torch.randn(6, requires_grad=True)
+        function(x, weight).pow(2).sum().backward()
+        grads.append((x.grad, weight.grad))
+    for mine, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
