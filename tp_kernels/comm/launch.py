@@ -10,15 +10,12 @@ ranks find each other through a store that this process hosts on the loopback in
 
 from __future__ import annotations
 
-import gc
 import io
 import multiprocessing
 import os
 import pickle
 import signal
 import socket
-import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,14 +23,12 @@ from datetime import timedelta
 from multiprocessing import forkserver, popen_forkserver, reduction, spawn
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess, set_spawning_popen
-from multiprocessing.process import BaseProcess, current_process
+from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
-from threading import Thread
 from time import monotonic
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from .errors import (
@@ -43,6 +38,7 @@ from .errors import (
     TpKernelsError,
     UnsupportedError,
 )
+from .rank_process import RankSpec, ready, serve, summary
 
 T = TypeVar("T")
 
@@ -81,20 +77,6 @@ class RankError(TpKernelsError):
 
 def _rank_error(message: str, rank: int, remote_traceback: str, outcomes: list[Any]) -> RankError:
     return RankError(message, rank=rank, remote_traceback=remote_traceback, outcomes=outcomes)
-
-
-@dataclass(frozen=True)
-class _RankSpec:
-    """What a rank process needs before its first call."""
-
-    rank: int
-    size: int
-    threads: int
-    timeout: float
-    backend: str
-    port: int
-    environment: dict[str, str]
-    main: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -168,7 +150,7 @@ class Ranks:
         multiprocessing.set_forkserver_preload(["torch", "torch.distributed", __name__])
         try:
             for rank in range(nproc):
-                spec = _RankSpec(
+                spec = RankSpec(
                     rank=rank,
                     size=nproc,
                     threads=self.threads,
@@ -179,12 +161,12 @@ class Ranks:
                     main=_main_module(),
                 )
                 ours, theirs = multiprocessing.Pipe()
-                process = _RankProcess(target=_serve, args=(theirs, spec), name=f"rank {rank}")
+                process = _RankProcess(target=serve, args=(theirs, spec), name=f"rank {rank}")
                 process.start()
                 theirs.close()
                 self._processes.append(process)
                 self._pipes.append(ours)
-            self.run(_ready)
+            self.run(ready)
         except BaseException:
             self._end("they did not start")
             raise
@@ -467,23 +449,18 @@ def _report(
     if failure.died:
         headline = str(failure.exception)
     else:
-        headline = f"rank {culprit} raised {_summary(failure.exception)}"
+        headline = f"rank {culprit} raised {summary(failure.exception)}"
     lines = [f"{headline} (in {_name(fn)}, {size} ranks)"]
     for rank in sorted(failures.keys() - {culprit}):
         other = failures[rank]
         lines.append(
             f"  {other.exception}"
             if other.died
-            else f"  rank {rank} then raised {_summary(other.exception)}"
+            else f"  rank {rank} then raised {summary(other.exception)}"
         )
     if failure.traceback:
         lines += ["", f"On rank {culprit}:", failure.traceback.rstrip()]
     return "\n".join(lines)
-
-
-def _summary(error: BaseException) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _name(fn: Callable[..., Any]) -> str:
@@ -503,109 +480,3 @@ def _stop_ranks(processes: list[BaseProcess], pipes: list[Connection]) -> None:
         process.close()
     processes.clear()
     pipes.clear()
-
-
-# In a rank.
-
-
-def _serve(pipe: Connection, spec: _RankSpec) -> None:
-    """Body of a rank process: receive a call, run it, send the outcome, until the pipe closes."""
-    # The launching process decides what Ctrl-C means; it reaches every process of the terminal.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    Thread(target=_die_with_parent, name="watch parent", daemon=True).start()
-    # The fork server has the environment of its own start, which may be long ago.
-    os.environ.clear()
-    os.environ.update(spec.environment)
-    os.environ.update(
-        RANK=str(spec.rank),
-        WORLD_SIZE=str(spec.size),
-        LOCAL_RANK=str(spec.rank),
-        LOCAL_WORLD_SIZE=str(spec.size),
-        OMP_NUM_THREADS=str(spec.threads),
-    )
-    # All ranks are on this machine; without this, gloo asks a resolver for the name of the host.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    torch.set_num_threads(spec.threads)
-
-    generation = None
-    while True:
-        try:
-            request = pipe.recv_bytes()
-        except (EOFError, OSError):
-            break
-        failed = False
-        try:
-            wanted, call = pickle.loads(request)
-            if wanted != generation:
-                _join_group(spec, wanted)
-                generation = wanted
-            fn, args, kwargs = _CallUnpickler(call, spec.main).load()
-            reply = pickle.dumps((True, pickle.dumps(fn(*args, **kwargs))))
-            del fn, args, kwargs
-        except BaseException as error:
-            reply = pickle.dumps((False, _dump_error(error)))
-            failed = True
-        try:
-            pipe.send_bytes(reply)
-        except OSError:
-            break
-        if failed:
-            # Reference cycles through the traceback keep groups and their segments.
-            gc.collect()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _die_with_parent() -> None:
-    """Ends this process when the launching one has ended, also in the middle of a call."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-class _CallUnpickler(pickle.Unpickler):
-    """Imports the main module of the launching process when a call first names something in it."""
-
-    def __init__(self, call: bytes, main: dict[str, str]) -> None:
-        super().__init__(io.BytesIO(call))
-        self._main = main
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "__main__" and sys.modules["__main__"].__name__ != "__mp_main__":
-            # Makes `multiprocessing` refuse to start processes, with an explanation: a script
-            # without the guard would start ranks that start ranks.
-            current_process()._inheriting = True  # type: ignore[attr-defined]
-            try:
-                spawn.prepare(self._main)
-            finally:
-                del current_process()._inheriting  # type: ignore[attr-defined]
-        return super().find_class(module, name)
-
-
-def _join_group(spec: _RankSpec, generation: int) -> None:
-    """(Re)make the default group: after a failed call the old one may be out of step."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    timeout = timedelta(seconds=spec.timeout)
-    store = dist.TCPStore("127.0.0.1", spec.port, is_master=False, timeout=timeout)
-    dist.init_process_group(
-        spec.backend,
-        store=dist.PrefixStore(str(generation), store),
-        rank=spec.rank,
-        world_size=spec.size,
-        timeout=timeout,
-    )
-
-
-def _dump_error(error: BaseException) -> bytes:
-    trace = "".join(traceback.format_exception(error))
-    try:
-        pickled = pickle.dumps(error)
-    except Exception:
-        pickled = b""
-    return pickle.dumps((pickled, _summary(error), trace))
-
-
-def _ready() -> None:
-    """First call: it returns once the rank has joined the group."""
