@@ -39,7 +39,8 @@ class ParallelGroup:
             group. Without torch.distributed, None is a group of one rank.
         provider: "auto" uses host shared memory where all ranks can map it and the process group
             otherwise, with the reason in `provider_reason`; "host" insists; "none" never shares memory.
-        timeout: seconds any wait may last before it raises and names the rank it waited for.
+        timeout: seconds any wait may last before it raises. Shared memory names the rank waited for; a
+            process group only names ranks of this host that died or were stopped.
         implementation: force one implementation of every op ("reference", "chunked", "host").
         check: compare op, dtype and shape over the ranks before every process-group collective.
             "auto" does so for CPU tensors; host memory always compares, at no cost.
