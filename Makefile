@@ -31,7 +31,7 @@ test-cpp-%: venv
 	  --output-junit $(CURDIR)/build/ctest-$*.xml
 
 # -rs lists why a test was skipped; the closing line counts what ran.
-test-python: venv
+test-python: venv $(STAMPS)/spin
 	$(BIN)/python -m pytest -q -rs --durations=10 --junitxml=build/pytest.xml $(PYTEST_ARGS)
 
 lint: venv
@@ -76,4 +76,12 @@ $(STAMPS)/package: pyproject.toml constraints.txt setup.py $(STAMPS)/tools
 # The installation above has built _host from scratch; this rebuilds what changed since then.
 $(STAMPS)/host: $(NATIVE) | $(STAMPS)/package
 	$(BIN)/python setup.py -q build_ext --inplace
+	@touch $@
+
+# The model checker of the protocol tests. Where it cannot be installed they are skipped, counted.
+$(STAMPS)/spin: | $(STAMPS)/tools
+	@command -v spin >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	  { apt-get install -y -qq spin || { apt-get update -qq && apt-get install -y -qq spin; }; } \
+	  >/dev/null 2>&1; command -v spin >/dev/null; } || \
+	  echo "spin is not installed: the protocol models are not checked (Debian: apt install spin)"
 	@touch $@
