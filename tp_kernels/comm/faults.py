@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from time import sleep
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from .errors import (
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # A dying process closes its connections before it is seen to have ended.
 _LAST_BREATH_SECONDS = 0.5
+_REPORT_SECONDS = 1.0  # ranks come to the same deadline at slightly different times
 
 _TRANSPORT_WORDS = re.compile(
     r"gloo|NCCL|Connection (closed|reset|refused)|Timed out|timed out|timeout|Broken pipe|"
@@ -68,10 +69,29 @@ def error_from_process_group(
     if stopped:
         return CollectiveTimeoutError(f"{where} waited for {_ranks(stopped)} (stopped): {text}")
     if late:
+        absent = not_waiting(group, operation)
+        whom = f"{_ranks(absent)} did not arrive" if absent else "all ranks wait, for each other"
         return CollectiveTimeoutError(
-            f"{where} waited longer than {group.timeout:g} s for a rank of {group.ranks}: {text}"
+            f"{where} waited longer than {group.timeout:g} s for a rank of {group.ranks}; {whom}: {text}"
         )
     return PeerLostError(f"{where} lost the connection to another rank of {group.ranks}: {text}")
+
+
+def not_waiting(group: ParallelGroup, operation: str) -> list[int]:
+    """Ranks that do not report to have waited in vain too: those the others have waited for."""
+    rendezvous = group.rendezvous
+    if rendezvous is None:
+        return []
+    try:
+        rendezvous.put(f"waited/{group.rank}", operation)
+        give_up = monotonic() + _REPORT_SECONDS
+        while True:
+            absent = [rank for rank in range(group.size) if not rendezvous.has(f"waited/{rank}")]
+            if not absent or monotonic() > give_up:
+                return absent
+            sleep(0.02)
+    except RuntimeError:  # the store has gone with the process that kept it
+        return []
 
 
 def suspects(identities: list[HostIdentity], rank: int) -> tuple[list[int], list[int]]:

@@ -40,7 +40,7 @@ class ParallelGroup:
         provider: "auto" uses host shared memory where all ranks can map it and the process group
             otherwise, with the reason in `provider_reason`; "host" insists; "none" never shares memory.
         timeout: seconds any wait may last before it raises. Shared memory names the rank waited for; a
-            process group only names ranks of this host that died or were stopped.
+            process group does so at the deadline, or at once for ranks of this host that died.
         implementation: force one implementation of every op ("reference", "chunked", "host").
         check: compare op, dtype and shape over the ranks before every process-group collective.
             "auto" does so for CPU tensors; host memory always compares, at no cost.
@@ -87,6 +87,7 @@ class ParallelGroup:
         self._closed = False
 
         self._obstacle: str | None = None
+        self.rendezvous: Rendezvous | None = None
         if self.process_group is None:
             self.name = f"tp_kernels:single:{id(self):x}"
         else:
@@ -99,7 +100,7 @@ class ParallelGroup:
         store = dist.distributed_c10d._get_process_group_store(pg)
         index = construction_index(store, self.rank)
         name = f"tp_kernels:{pg.group_name}:{index}"
-        rendezvous = Rendezvous(store, name, self.rank, self.size, self.timeout)
+        self.rendezvous = rendezvous = Rendezvous(store, name, self.rank, self.size, self.timeout)
         hello = rendezvous.exchange("identity", HostIdentity.current().to_json())
         self.identities = [HostIdentity.from_json(text) for text in hello]
         self._transport = ProcessGroupTransport(pg, self.rank, self.size, self.timeout, check)

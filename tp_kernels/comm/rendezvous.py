@@ -25,6 +25,10 @@ class Rendezvous:
     def put(self, key: str, value: str) -> None:
         self._store.set(f"{self._prefix}/{key}", value)
 
+    def has(self, key: str) -> bool:
+        """Whether anybody has put `key`; never waits."""
+        return self._store.check([f"{self._prefix}/{key}"])
+
     def get(self, key: str, owner: int) -> str:
         """Value of `key`, which rank `owner` puts; waits for it up to the group's timeout."""
         full = f"{self._prefix}/{key}"
