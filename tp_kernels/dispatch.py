@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .comm.errors import UnsupportedError
-from .comm.group import ParallelGroup
+from .comm.group import ParallelGroup, as_group
 from .comm.host_slot import REDUCIBLE
 
 IMPLEMENTATIONS = ("reference", "chunked", "host")
@@ -74,11 +74,12 @@ def explain(
     """What `operation` would run for x [rows, in_features] and W [out_features, in_features], and why.
 
     rows are the rows of all ranks together; features are those of the unsplit layer. `print` it.
-    Without `group` the answer is for the default process group (one rank if there is none).
+    Without `group` the answer is for the default process group (one rank if there is none); its first use
+    makes a ParallelGroup, which every rank must do.
     """
     if operation not in OPERATIONS:
         raise UnsupportedError(f"explain({operation!r}): known ops are {', '.join(OPERATIONS)}")
-    group = ParallelGroup() if group is None else group
+    group = as_group(group)
     outs = [out_features] if isinstance(out_features, int) else list(out_features)
     width = in_features if operation in ("all_gather_linear", "copy_linear") else sum(outs)
     return choose(

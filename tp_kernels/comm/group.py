@@ -1,8 +1,9 @@
 """ParallelGroup: the ranks that work together, how they reach each other, and what ran.
 
 A group is an object, passed explicitly. Everything a group needs (memory, slots, counters, decisions)
-hangs off it, so two groups, two threads or two tests never meet. The one table below maps names to live
-groups, because torch's dispatcher carries plain values only.
+hangs off it, so two groups, two threads or two tests never meet. Two tables are kept per process: names of
+live groups, because torch's dispatcher carries plain values only, and the group that layers over one
+process group share.
 """
 
 from __future__ import annotations
