@@ -221,8 +221,9 @@ void bind_slot(py::module_& module) {
           [](SlotHandle& self, std::uint64_t out, std::uint64_t count, std::uint32_t dtype,
              std::uint64_t bias, std::uint64_t bias_period, Timeout timeout) {
             self.slot.exclusive("reduce_all", [&] {
-              self.slot.reduce_all(destination(out, count), count, Dtype{dtype},
-                                   make_bias(bias, bias_period), self.seconds(timeout));
+              self.slot.reduce_all({destination(out, count), count, Dtype{dtype},
+                                    make_bias(bias, bias_period)},
+                                   self.seconds(timeout));
             });
           },
           py::arg("out"), py::arg("count"), py::arg("dtype"), py::arg("bias") = 0,
@@ -231,14 +232,16 @@ void bind_slot(py::module_& module) {
       .def(
           "all_reduce",
           [](SlotHandle& self, std::uint64_t in, std::uint64_t out, std::uint64_t count,
-             std::uint32_t dtype, std::uint32_t op, Timeout timeout) {
+             std::uint32_t dtype, std::uint32_t op, Timeout timeout, int shots) {
+            if (shots < 0 || shots > 2) throw std::invalid_argument("shots: 0 (automatic), 1 or 2");
             self.slot.exclusive("all_reduce", [&] {
               all_reduce(self.slot, pointer(in), pointer(out), count, Dtype{dtype}, op,
-                         self.seconds(timeout));
+                         self.seconds(timeout), Shots{shots});
             });
           },
           py::arg("input"), py::arg("out"), py::arg("count"), py::arg("dtype"),
-          py::arg("op_code") = std::uint32_t{op_all_reduce}, no_timeout, Released())
+          py::arg("op_code") = std::uint32_t{op_all_reduce}, no_timeout, py::arg("shots") = 0,
+          Released())
       .def(
           "reduce_scatter",
           [](SlotHandle& self, std::uint64_t in, std::uint64_t out, const Counts& counts,

@@ -1,26 +1,21 @@
 #include "collectives.h"
 
 #include <algorithm>
-#include <cstring>
 #include <limits>
 #include <stdexcept>
 #include <string>
+
+#include "streaming.h"
 
 namespace tpk {
 namespace {
 
 // A piece that is still in the caches of its writer when its peers read it is worth more rounds.
-constexpr std::uint64_t kPieceBytes = 512 << 10;
-
 std::uint64_t elements_per_piece(const Slot& slot, Dtype dtype) {
-  return std::min(slot.capacity(), kPieceBytes) / size_of(dtype);
+  return std::min(slot.capacity(), slot.domain().tuning().piece) / size_of(dtype);
 }
 
 std::uint64_t divide_up(std::uint64_t a, std::uint64_t b) { return a / b + (a % b != 0); }
-
-void copy_bytes(void* out, const void* in, std::uint64_t bytes) {
-  if (bytes != 0 && out != in) std::memcpy(out, in, bytes);
-}
 
 void check(const Slot& slot, const void* in, std::uint64_t in_count, const void* out,
            std::uint64_t out_count) {
@@ -90,11 +85,20 @@ void all_reduce(Slot& slot, const void* in, void* out, std::uint64_t count, Dtyp
   check_reducible(dtype);
   check(slot, in, count, out, count);
   const std::uint64_t size = size_of(dtype);
+  const Tuning& tuning = slot.domain().tuning();
   const std::uint64_t piece_count = elements_per_piece(slot, dtype);
   // Zero elements are a round too: ranks that disagree about the length must find out.
   const std::uint64_t pieces = std::max<std::uint64_t>(1, divide_up(count, piece_count));
+  const bool streaming = count * size >= tuning.streaming;
   const auto length = [&](std::uint64_t piece) {
     return std::min(piece_count, count - piece * piece_count);
+  };
+  const auto from = [&](std::uint64_t piece) {
+    return static_cast<const std::byte*>(in) + piece * piece_count * size;
+  };
+  const auto shots_of = [&](std::uint64_t piece) {
+    if (shots != Shots::automatic) return shots;
+    return length(piece) * size >= tuning.two_shot ? Shots::two : Shots::one;
   };
   pipeline(
       slot, pieces, timeout,
@@ -103,12 +107,23 @@ void all_reduce(Slot& slot, const void* in, void* out, std::uint64_t count, Dtyp
                           {static_cast<std::int64_t>(count), 0, static_cast<std::int64_t>(piece)}};
       },
       [&](std::uint64_t piece, std::byte* buffer) {
-        copy_bytes(buffer, static_cast<const std::byte*>(in) + piece * piece_count * size,
-             length(piece) * size);
+        const std::uint64_t bytes = length(piece) * size;
+        if (shots_of(piece) == Shots::one) return copy_bytes(buffer, from(piece), bytes);
+        // Peers read all but this rank's part.
+        const auto start = [&](int owner) {
+          return slot.part_start(owner, length(piece), dtype) * size;
+        };
+        const std::uint64_t after = start(slot.rank() + 1);
+        copy_bytes(buffer, from(piece), start(slot.rank()));
+        copy_bytes(buffer + after, from(piece) + after, bytes - after);
       },
       [&](std::uint64_t piece) {
-        slot.reduce_all(static_cast<std::byte*>(out) + piece * piece_count * size, length(piece),
-                        dtype, {}, timeout, shots);
+        Reduction reduction{static_cast<std::byte*>(out) + piece * piece_count * size,
+                            length(piece), dtype};
+        reduction.shots = shots_of(piece);
+        reduction.own = from(piece);
+        reduction.streaming = streaming;
+        slot.reduce_all(reduction, timeout);
       });
 }
 
@@ -124,19 +139,23 @@ void reduce_scatter(Slot& slot, const void* in, void* out, const std::vector<std
   const auto length = [&](int owner, std::uint64_t piece) {
     return std::min(share, counts[owner] - std::min(counts[owner], piece * share));
   };
+  const auto from = [&](int owner, std::uint64_t piece) {
+    return static_cast<const std::byte*>(in) + (parts.starts[owner] + piece * share) * size;
+  };
   pipeline(
       slot, pieces, timeout,
       [&](std::uint64_t piece) { return parts.descriptor(op, dtype, piece); },
       [&](std::uint64_t piece, std::byte* buffer) {
         for (int owner = 0; owner < slot.world(); ++owner) {
-          const std::uint64_t from = parts.starts[owner] + piece * share;
-          copy_bytes(buffer + owner * share * size, static_cast<const std::byte*>(in) + from * size,
-               length(owner, piece) * size);
+          if (owner == slot.rank()) continue;  // nobody else reads that part
+          copy_bytes(buffer + owner * share * size, from(owner, piece),
+                     length(owner, piece) * size);
         }
       },
       [&](std::uint64_t piece) {
-        slot.reduce(static_cast<std::byte*>(out) + piece * share * size, slot.rank() * share,
-                    length(slot.rank(), piece), dtype, {}, timeout);
+        const int rank = slot.rank();
+        slot.reduce(static_cast<std::byte*>(out) + piece * share * size, rank * share,
+                    length(rank, piece), dtype, {}, timeout, from(rank, piece));
       });
 }
 
@@ -147,6 +166,7 @@ void all_gather(Slot& slot, const void* in, void* out, const std::vector<std::ui
   const std::uint64_t size = size_of(dtype);
   const std::uint64_t share = elements_per_piece(slot, dtype);
   const std::uint64_t pieces = std::max<std::uint64_t>(1, divide_up(parts.largest, share));
+  const bool streaming = parts.total * size >= slot.domain().tuning().streaming;
   const auto bytes = [&](int owner, std::uint64_t piece) {
     return std::min(share, counts[owner] - std::min(counts[owner], piece * share)) * size;
   };
@@ -159,14 +179,15 @@ void all_gather(Slot& slot, const void* in, void* out, const std::vector<std::ui
       [&](std::uint64_t piece, std::byte* buffer) {
         const std::byte* from = static_cast<const std::byte*>(in) + piece * share * size;
         copy_bytes(buffer, from, bytes(slot.rank(), piece));
-        copy_bytes(place(slot.rank(), piece), from, bytes(slot.rank(), piece));
+        copy_bytes(place(slot.rank(), piece), from, bytes(slot.rank(), piece), streaming);
       },
       [&](std::uint64_t piece) {
         const std::uint32_t index = slot.round_buffer();
         for (int step = 1; step < slot.world(); ++step) {  // not all from the same rank at once
           const int owner = (slot.rank() + step) % slot.world();
           slot.wait(owner, timeout);
-          copy_bytes(place(owner, piece), slot.buffer(owner, index), bytes(owner, piece));
+          copy_bytes(place(owner, piece), slot.buffer(owner, index), bytes(owner, piece),
+                     streaming);
         }
       });
 }

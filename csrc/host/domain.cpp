@@ -10,6 +10,8 @@
 #include <thread>
 #include <utility>
 
+#include "tuning.h"
+
 namespace tpk {
 namespace {
 
@@ -28,7 +30,8 @@ bool same(const Shape& a, const Shape& b) {
 
 }  // namespace
 
-void Domain::format(Segment& segment, const Shape& shape, std::uint32_t epoch) {
+void Domain::format(Segment& segment, const Shape& shape, std::uint32_t epoch,
+                    std::optional<Tuning> tuning) {
   const Layout layout(shape);
   check_size(segment, layout);
   std::byte* base = segment.base();
@@ -45,6 +48,7 @@ void Domain::format(Segment& segment, const Shape& shape, std::uint32_t epoch) {
   control.version = kLayoutVersion;
   control.shape = shape;
   control.bytes = layout.bytes();
+  control.tuning = tuning ? *tuning : tuning_for(select_isa().name, shape.world);
   publish(control.magic, kMagic);
 }
 

@@ -33,7 +33,9 @@ class Domain {
   using Hook = std::function<void()>;
 
   // One rank does this before any rank makes its Domain. All counters start at `epoch`.
-  static void format(Segment& segment, const Shape& shape, std::uint32_t epoch = 0);
+  // tuning: instead of what is known about this machine.
+  static void format(Segment& segment, const Shape& shape, std::uint32_t epoch = 0,
+                     std::optional<Tuning> tuning = {});
 
   Domain(std::shared_ptr<Segment> segment, int rank, const Shape& shape, double timeout,
          Hook hook = {});
@@ -63,6 +65,7 @@ class Domain {
   const Layout& layout() const { return layout_; }
   std::byte* base() const { return segment_->base(); }
   const Isa& isa() const { return *isa_; }
+  const Tuning& tuning() const { return layout_.control(base()).tuning; }
 
  private:
   RankStatus& status(int rank) const { return layout_.status(base(), rank); }

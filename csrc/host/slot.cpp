@@ -5,12 +5,10 @@
 #include <stdexcept>
 #include <utility>
 
+#include "streaming.h"
+
 namespace tpk {
 namespace {
-
-// Two shots pay for their second exchange from here on, and never for two ranks, where they read as
-// much as one shot. All ranks must come to the same choice: only shapes may enter here.
-constexpr std::uint64_t kTwoShotBytes = 64 << 10;
 
 std::string to_text(const Descriptor& descriptor) {
   std::string text = "op " + std::to_string(descriptor.op) + " dtype " +
@@ -149,21 +147,17 @@ void Slot::check_range(std::uint64_t offset, std::uint64_t count, Dtype dtype) c
   }
 }
 
-const std::vector<const void*>& Slot::round_buffers() {
-  for (int peer = 0; peer < world(); ++peer) sources_[peer] = buffer(peer, read_buffer_);
-  return sources_;
-}
-
-void Slot::sum(const std::vector<const void*>& sources, void* out, std::uint64_t first,
-               std::uint64_t count, Dtype dtype, Bias bias) const {
+void Slot::sum(void* out, std::uint64_t first, std::uint64_t count, Dtype dtype, Bias bias,
+               const void* own) {
   const ReduceFunction reduce = domain_->isa().reduce[static_cast<std::uint32_t>(dtype)];
   const std::uint64_t size = size_of(dtype);
-  std::vector<const void*> starts(sources.size());
   const auto run = [&](std::uint64_t done, std::uint64_t length, const void* row) {
-    for (std::size_t rank = 0; rank < sources.size(); ++rank) {
-      starts[rank] = static_cast<const std::byte*>(sources[rank]) + (first + done) * size;
+    for (int peer = 0; peer < world(); ++peer) {
+      sources_[peer] = buffer(peer, read_buffer_) + (first + done) * size;
     }
-    reduce(starts.data(), starts.size(), row, static_cast<std::byte*>(out) + done * size, length);
+    if (own != nullptr) sources_[rank()] = static_cast<const std::byte*>(own) + done * size;
+    reduce(sources_.data(), sources_.size(), row, static_cast<std::byte*>(out) + done * size,
+           length);
   };
   if (bias.data == nullptr) return run(0, count, nullptr);
   for (std::uint64_t done = 0; done < count;) {
@@ -175,43 +169,44 @@ void Slot::sum(const std::vector<const void*>& sources, void* out, std::uint64_t
 }
 
 void Slot::reduce(void* out, std::uint64_t offset, std::uint64_t count, Dtype dtype, Bias bias,
-                  double timeout) {
+                  double timeout, const void* own) {
   check_range(offset, count, dtype);
   wait_all(timeout);
-  sum(round_buffers(), out, offset, count, dtype, bias);
+  sum(out, offset, count, dtype, bias, own);
 }
 
-void Slot::reduce_all(void* out, std::uint64_t count, Dtype dtype, Bias bias, double timeout,
-                      Shots shots) {
+std::uint64_t Slot::part_start(int owner, std::uint64_t count, Dtype dtype) const {
+  const std::uint64_t line = 64 / size_of(dtype);
+  const std::uint64_t part = ((count + world() - 1) / world() + line - 1) / line * line;
+  return std::min(count, part * owner);
+}
+
+void Slot::reduce_all(const Reduction& reduction, double timeout) {
+  const auto& [out, count, dtype, bias, shots, own, streaming] = reduction;
   check_range(0, count, dtype);
   const std::uint64_t size = size_of(dtype);
-  if (shots == Shots::automatic) {
-    shots = world() > 2 && count * size >= kTwoShotBytes ? Shots::two : Shots::one;
-  }
   wait_all(timeout);
-  const auto& sources = round_buffers();
-  if (shots == Shots::one) return sum(sources, out, 0, count, dtype, bias);
+  const bool two_shots = shots == Shots::two ||
+                         (shots == Shots::automatic &&
+                          count * size >= domain_->tuning().two_shot_resident);
+  if (!two_shots) return sum(out, 0, count, dtype, bias, own);
 
-  // Only this rank reads its own part of its own buffer, so the part can be reduced in place. Parts
-  // end with cache lines: no two ranks write to one.
-  const std::uint64_t line = 64 / size;
-  const std::uint64_t part = ((count + world() - 1) / world() + line - 1) / line * line;
-  const auto start = [&](int owner) { return std::min(count, part * owner); };
+  // Only this rank reads its own part of its own buffer, so the sums can take its place.
   const std::uint32_t round = finished_ + 1;
-  const std::uint64_t own = start(rank());
-  sum(sources, buffer(rank(), read_buffer_) + own * size, own, start(rank() + 1) - own, dtype, bias);
+  const std::uint64_t first = part_start(rank(), count, dtype);
+  sum(buffer(rank(), read_buffer_) + first * size, first,
+      part_start(rank() + 1, count, dtype) - first, dtype, bias,
+      own == nullptr ? nullptr : static_cast<const std::byte*>(own) + first * size);
   raise(signals(rank()).reduced, round);
   for (int step = 0; step < world(); ++step) {
     const int owner = (rank() + step) % world();
-    const std::uint64_t from = start(owner);
+    const std::uint64_t from = part_start(owner, count, dtype);
     if (owner != rank()) {
       await(signals(owner).reduced, round, owner, timeout, "reduce its part");
     }
-    const std::uint64_t length = (start(owner + 1) - from) * size;
-    if (length != 0) {
-      std::memcpy(static_cast<std::byte*>(out) + from * size,
-                  buffer(owner, read_buffer_) + from * size, length);
-    }
+    const std::uint64_t length = (part_start(owner + 1, count, dtype) - from) * size;
+    copy_bytes(static_cast<std::byte*>(out) + from * size,
+               buffer(owner, read_buffer_) + from * size, length, streaming);
   }
 }
 

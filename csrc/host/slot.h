@@ -29,6 +29,19 @@ enum class Shots {
   two,  // every rank reduces its part and copies the others' parts: two exchanges, less to read
 };
 
+// One step of an all-reduce: out[i] = sum over ranks of element i of the oldest round, plus bias.
+struct Reduction {
+  void* out;
+  std::uint64_t count;
+  Dtype dtype;
+  Bias bias = {};
+  Shots shots = Shots::automatic;
+  // Where this rank's summands are; null: in its buffer. In two shots peers do not read this rank's
+  // part of its buffer, so it need not be filled then.
+  const void* own = nullptr;
+  bool streaming = false;  // write `out` around the caches
+};
+
 class Slot {
  public:
   Slot(std::shared_ptr<Domain> domain, int index);
@@ -64,15 +77,15 @@ class Slot {
   void finish();
 
   // out[i] = sum over ranks of element offset + i of the oldest round, plus bias, rounded once.
+  // own: as in Reduction, from element `offset` on.
   void reduce(void* out, std::uint64_t offset, std::uint64_t count, Dtype dtype, Bias bias,
-              double timeout);
+              double timeout, const void* own = nullptr);
   // The same for elements 0..count, as one collective step: all ranks must call it.
-  void reduce_all(void* out, std::uint64_t count, Dtype dtype, Bias bias, double timeout,
-                  Shots shots = Shots::automatic);
+  void reduce_all(const Reduction& reduction, double timeout);
 
-  // out[i] = sum over ranks of sources[r][first + i], plus bias.
-  void sum(const std::vector<const void*>& sources, void* out, std::uint64_t first,
-           std::uint64_t count, Dtype dtype, Bias bias) const;
+  // First element of a rank's part when `count` elements are divided over the ranks. Parts end with
+  // cache lines: no two ranks write to one.
+  std::uint64_t part_start(int owner, std::uint64_t count, Dtype dtype) const;
 
   std::byte* buffer(int rank, std::uint32_t index) const;
   std::uint32_t round_buffer() const;  // of the oldest round that is not finished
@@ -92,7 +105,10 @@ class Slot {
                       const char* what);
   void compare_descriptors(int peer) const;
   void check_range(std::uint64_t offset, std::uint64_t count, Dtype dtype) const;
-  const std::vector<const void*>& round_buffers();
+  // out[i] = sum over ranks of element first + i of the oldest round, plus bias; own: that element of
+  // this rank where it is not in its buffer.
+  void sum(void* out, std::uint64_t first, std::uint64_t count, Dtype dtype, Bias bias,
+           const void* own);
   void interrupt();
 
   std::shared_ptr<Domain> domain_;
@@ -110,7 +126,7 @@ class Slot {
   std::uint32_t read_buffer_ = 0;  // of round finished_ + 1
   std::vector<std::uint32_t> seen_;    // by peer: the round whose descriptor was compared last
   std::vector<std::uint32_t> credit_;  // by peer: rounds it is known to have read
-  std::vector<const void*> sources_;
+  std::vector<const void*> sources_;   // of `sum`, kept to allocate once
 };
 
 }  // namespace tpk

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <random>
 #include <string>
 #include <thread>
@@ -25,7 +26,8 @@ inline constexpr std::byte kPoison{0xff};  // NaN in every dtype
 
 class Ranks {
  public:
-  explicit Ranks(const Shape& shape, std::uint32_t epoch = 0, double timeout = kTimeout) {
+  explicit Ranks(const Shape& shape, std::uint32_t epoch = 0, double timeout = kTimeout,
+                 std::optional<Tuning> tuning = {}) {
     static std::atomic<int> count{0};
     const std::string name =
         "/tpk-test-" + std::to_string(::getpid()) + "-" + std::to_string(count++);
@@ -33,7 +35,7 @@ class Ranks {
     segment_ = Segment::create(name, layout.bytes());
     segment_->unlink();
     std::memset(segment_->base(), static_cast<int>(kPoison), segment_->size());
-    Domain::format(*segment_, shape, epoch);
+    Domain::format(*segment_, shape, epoch, tuning);
     for (std::uint32_t rank = 0; rank < shape.world; ++rank) {
       domains_.push_back(std::make_shared<Domain>(segment_, rank, shape, timeout));
       domains_.back()->join();

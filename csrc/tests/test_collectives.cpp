@@ -10,6 +10,8 @@ namespace {
 
 constexpr Dtype kDtypes[] = {Dtype::float32, Dtype::bfloat16, Dtype::float16};
 constexpr std::uint32_t kBeforeWrap = 0xfffffff0;
+// So small that short messages take every way there is.
+constexpr Tuning kSmallTuning{128, 64, 192, 512};
 
 // From nothing to a few pieces, often at the edges of pieces.
 std::size_t random_length(std::size_t piece, Random& random) {
@@ -112,11 +114,13 @@ void random_calls() {
   for (const int world : {1, 2, 3, 4, 8}) {
     for (const std::uint32_t buffers : {1u, 2u, 3u, 5u}) {
       const Shape shape{static_cast<std::uint32_t>(world), 2, 320, buffers};
-      Ranks ranks(shape, kBeforeWrap - static_cast<std::uint32_t>(random() % 64));
+      const auto tuning = random() % 2 ? std::optional<Tuning>(kSmallTuning) : std::nullopt;
+      Ranks ranks(shape, kBeforeWrap - static_cast<std::uint32_t>(random() % 64), kTimeout, tuning);
       for (int call = 0; call < 12; ++call) {
         const Dtype dtype = kDtypes[call % 3];
-        test_all_reduce(ranks, world, dtype, Shots::one, random);
-        test_all_reduce(ranks, world, dtype, Shots::two, random);
+        for (const Shots shots : {Shots::automatic, Shots::one, Shots::two}) {
+          test_all_reduce(ranks, world, dtype, shots, random);
+        }
         test_reduce_scatter(ranks, world, dtype, random);
         test_all_gather(ranks, world, dtype, random);
         test_all_gather(ranks, world, Dtype::uint8, random);

@@ -41,7 +41,7 @@ void reduce_with_bias() {
         std::memcpy(slot.buffer(slot.rank(), slot.begin(kTimeout)), input.data(), input.size());
         slot.publish(describe());
         Bytes whole = poisoned(count * size);
-        slot.reduce_all(whole.data(), count, dtype, {bias.data(), columns}, kTimeout, shots);
+        slot.reduce_all({whole.data(), count, dtype, {bias.data(), columns}, shots}, kTimeout);
         slot.finish();
         check_sum(dtype, whole, inputs, 0, count, &bias);
       });

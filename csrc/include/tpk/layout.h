@@ -18,7 +18,7 @@
 namespace tpk {
 
 inline constexpr std::uint32_t kMagic = 0x314b5054;  // "TPK1"
-inline constexpr std::uint32_t kLayoutVersion = 1;
+inline constexpr std::uint32_t kLayoutVersion = 2;
 inline constexpr std::uint64_t kPage = 4096;
 
 struct Shape {
@@ -28,11 +28,20 @@ struct Shape {
   std::uint32_t buffers;   // per rank and slot
 };
 
+// Sizes in bytes from which ranks go another way; all ranks must go the same, see csrc/host/tuning.h.
+struct Tuning {
+  std::uint64_t two_shot;           // reduce in two shots what has to be copied into buffers first,
+  std::uint64_t two_shot_resident;  // and what is in them already
+  std::uint64_t piece;              // longer messages move in pieces of this size
+  std::uint64_t streaming;          // results of this size bypass the caches
+};
+
 struct alignas(64) Control {
   std::atomic<std::uint32_t> magic;  // published last
   std::uint32_t version;
   Shape shape;
   std::uint64_t bytes;
+  Tuning tuning;
 };
 
 enum class RankState : std::uint32_t { absent = 0, alive = 1, closed = 2, failed = 3 };
@@ -57,7 +66,7 @@ struct Signals {
   Signal done;     // rounds read
 };
 
-static_assert(sizeof(Control) == 64 && sizeof(RankStatus) == 256 && sizeof(Descriptor) == 64);
+static_assert(sizeof(Control) == 128 && sizeof(RankStatus) == 256 && sizeof(Descriptor) == 64);
 
 class Layout {
  public:
