@@ -19,8 +19,10 @@ from .comm import (
 from .dispatch import Choice, explain
 from .ops import (
     all_gather_linear,
+    all_reduce_rms_norm,
     copy_linear,
     linear_all_reduce,
+    linear_all_reduce_rms_norm,
     linear_reduce_scatter,
 )
 
@@ -40,10 +42,12 @@ __all__ = [
     "TpKernelsError",
     "UnsupportedError",
     "all_gather_linear",
+    "all_reduce_rms_norm",
     "copy_linear",
     "explain",
     "launch",
     "linear_all_reduce",
+    "linear_all_reduce_rms_norm",
     "linear_reduce_scatter",
     "split_range",
     "split_sizes",

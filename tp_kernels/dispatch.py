@@ -113,6 +113,12 @@ def obstacle(
     return None
 
 
+def _overlap(group: ParallelGroup) -> str:
+    """How a rank of the group gets its peers' results while it computes."""
+    how = "by a thread of its own" if group.communication_thread else "between products"
+    return f"sums are taken {how}: {group.overlap_reason}"
+
+
 def _decide(
     operation: str,
     group: ParallelGroup,
@@ -143,7 +149,7 @@ def _decide(
     if why_not is None:
         rejected["chunked"] = "shared memory is faster than the process group on one host"
         rejected["reference"] = "no overlap"
-        return Choice(operation, "host", group.provider_reason, rejected)
+        return Choice(operation, "host", f"{group.provider_reason}; {_overlap(group)}", rejected)
     rejected["host"] = why_not
     if rows >= CHUNKED_MIN_ROWS:
         rejected["reference"] = "no overlap"

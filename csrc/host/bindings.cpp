@@ -5,10 +5,12 @@
 #include <pybind11/stl.h>
 
 #include <cerrno>
+#include <memory>
 #include <optional>
 
 #include "collectives.h"
 #include "elementwise.h"
+#include "overlap.h"
 
 namespace py = pybind11;
 using namespace tpk;
@@ -19,6 +21,7 @@ namespace {
 using Released = py::call_guard<py::gil_scoped_release>;
 
 void check_python_signals() {
+  if (PyGILState_GetThisThreadState() == nullptr) return;  // a thread of the engine's own
   py::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
@@ -49,6 +52,12 @@ struct SegmentHandle {
 struct SlotHandle {
   SlotHandle(std::shared_ptr<Domain> domain, int index) : slot(std::move(domain), index) {}
 
+  // The thread that reduces in the background, from its first use on.
+  Reducer& reducer() {
+    if (!thread) thread = std::make_unique<Reducer>(slot);
+    return *thread;
+  }
+
   double seconds(std::optional<double> timeout) const {
     const double result = timeout.value_or(slot.domain().timeout());
     check_timeout(result);  // also by calls that need not wait
@@ -56,10 +65,20 @@ struct SlotHandle {
   }
 
   Slot slot;
+  std::unique_ptr<Reducer> thread;  // goes before the slot does
 };
 
 using Timeout = std::optional<double>;
 using Counts = std::vector<std::uint64_t>;
+
+// The steps of a round that are left once its buffer is filled.
+void complete(SlotHandle& self, const Descriptor& descriptor, std::uint64_t out,
+              std::uint64_t count, Bias bias, Timeout timeout) {
+  const double seconds = self.seconds(timeout);
+  self.slot.publish(descriptor);
+  self.slot.reduce_all({destination(out, count), count, Dtype{descriptor.dtype}, bias}, seconds);
+  self.slot.finish();
+}
 
 void set_os_error(const SystemError& error) {
   py::object exception = py::reinterpret_borrow<py::object>(PyExc_OSError)(
@@ -174,8 +193,10 @@ void bind_slot(py::module_& module) {
       .def(
           "begin",
           [](SlotHandle& self, Timeout timeout) {
-            return self.slot.exclusive("begin",
-                                       [&] { return self.slot.begin(self.seconds(timeout)); });
+            return self.slot.exclusive("begin", [&] {
+              if (self.thread) self.thread->make_room();
+              return self.slot.begin(self.seconds(timeout));
+            });
           },
           no_timeout, Released(), "Wait for credit; returns the index of the buffer to fill.")
       .def(
@@ -194,6 +215,16 @@ void bind_slot(py::module_& module) {
           },
           py::arg("peer"), no_timeout, Released(),
           "Wait until `peer` has published the oldest round that is not finished.")
+      .def(
+          "wait_any",
+          [](SlotHandle& self, const std::vector<int>& peers, Timeout timeout) {
+            return self.slot.exclusive("wait", [&] {
+              if (peers.empty()) throw std::invalid_argument("wait_any: no peers");
+              return self.slot.wait_any(peers, self.seconds(timeout));
+            });
+          },
+          py::arg("peers"), no_timeout, Released(),
+          "Wait for the first of `peers` to publish the oldest round; returns its index in the list.")
       .def(
           "round_buffer",
           [](SlotHandle& self) {
@@ -229,6 +260,73 @@ void bind_slot(py::module_& module) {
           py::arg("out"), py::arg("count"), py::arg("dtype"), py::arg("bias") = 0,
           py::arg("bias_period") = 0, no_timeout, Released(),
           "The reduction of a whole round; all ranks call it. It may use up the buffers.")
+      .def(
+          "complete",
+          [](SlotHandle& self, std::uint32_t op, std::uint32_t dtype, std::int64_t d0,
+             std::int64_t d1, std::int64_t d2, std::uint64_t out, std::uint64_t count,
+             std::uint64_t bias, std::uint64_t bias_period, Timeout timeout) {
+            self.slot.exclusive("reduce_all", [&] {
+              complete(self, {op, dtype, {d0, d1, d2}}, out, count, make_bias(bias, bias_period),
+                       timeout);
+            });
+          },
+          py::arg("op"), py::arg("dtype"), py::arg("d0"), py::arg("d1"), py::arg("d2"),
+          py::arg("out"), py::arg("count"), py::arg("bias") = 0, py::arg("bias_period") = 0,
+          no_timeout, Released(), "publish, reduce_all and finish.")
+      .def(
+          "complete_rms_norm",
+          [](SlotHandle& self, std::uint32_t op, std::uint32_t dtype, std::int64_t rows,
+             std::int64_t columns, std::uint64_t sum, std::uint64_t bias, std::uint64_t residual,
+             std::uint64_t weight, std::uint64_t out, float epsilon, Timeout timeout) {
+            self.slot.exclusive("reduce_all", [&] {
+              complete(self, {op, dtype, {rows, columns, 0}}, sum, rows * columns,
+                       make_bias(bias, columns), timeout);
+              add_rms_norm(pointer(sum), pointer(residual), pointer(weight), pointer(out), rows,
+                           columns, epsilon, Dtype{dtype});
+            });
+          },
+          py::arg("op"), py::arg("dtype"), py::arg("rows"), py::arg("columns"), py::arg("sum"),
+          py::arg("bias"), py::arg("residual"), py::arg("weight"), py::arg("out"),
+          py::arg("epsilon"), no_timeout, Released(),
+          "complete, then sum += residual (0: none) and out = rms_norm(sum) * weight.")
+      .def(
+          "reduce_later",
+          [](SlotHandle& self, std::uint64_t out, std::uint64_t count, std::uint32_t dtype,
+             std::optional<std::uint64_t> offset, std::uint64_t bias, std::uint64_t bias_period,
+             Timeout timeout) {
+            const Reduction reduction{destination(out, count), count, Dtype{dtype},
+                                      make_bias(bias, bias_period)};
+            const double seconds = self.seconds(timeout);
+            self.slot.exclusive("reduce_later", [&] {
+              self.reducer().submit([slot = &self.slot, reduction, offset, seconds] {
+                if (offset) {
+                  slot->reduce(reduction.out, *offset, reduction.count, reduction.dtype,
+                               reduction.bias, seconds);
+                } else {
+                  slot->reduce_all(reduction, seconds);
+                }
+                slot->finish();
+              });
+            });
+          },
+          py::arg("out"), py::arg("count"), py::arg("dtype"), py::arg("offset"),
+          py::arg("bias") = 0, py::arg("bias_period") = 0, no_timeout, Released(),
+          "reduce from offset, or reduce_all if None, and finish of the round just published, on a "
+          "thread of the engine.")
+      .def(
+          "join",
+          [](SlotHandle& self) {
+            self.slot.exclusive("join", [&] {
+              if (self.thread) self.thread->join();
+            });
+          },
+          Released(), "Return when all of reduce_later is done.")
+      .def(
+          "abandon",
+          [](SlotHandle& self, const std::string& reason) {
+            if (self.thread) self.thread->abandon(reason);
+          },
+          py::arg("reason"), Released(), "Give up what reduce_later was asked for; nothing is written afterwards.")
       .def(
           "all_reduce",
           [](SlotHandle& self, std::uint64_t in, std::uint64_t out, std::uint64_t count,

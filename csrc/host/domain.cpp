@@ -104,7 +104,7 @@ void Domain::open_peers(double timeout) {
   for (int peer = 0; peer < world(); ++peer) {
     auto pause = std::chrono::microseconds(50);
     while (state(peer) == RankState::absent) {
-      if (hook_) hook_();
+      run_hook();
       if (Clock::now() >= deadline) {
         throw Fault(FaultKind::timeout, peer, -1, "open_peers", 0, 0,
                     "rank " + std::to_string(peer) + " did not join the group in time");
@@ -189,7 +189,7 @@ std::uint32_t Domain::await(Signal& signal, std::uint32_t expected, double timeo
   if (const std::uint32_t seen = observe(signal); reached(seen, expected)) return seen;
   const auto deadline = deadline_after(timeout);
   const auto on_slice = [&] {
-    if (hook_) hook_();
+    run_hook();
     check_member(wait.slot, wait.op);  // another thread may close this rank meanwhile
     const auto reason = loss(wait.peer);
     // What a peer published before it left is as good as ever, so the signal is read once more.

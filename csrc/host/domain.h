@@ -56,6 +56,10 @@ class Domain {
   std::uint32_t await(Signal& signal, std::uint32_t expected, double timeout, WaitPolicy& policy,
                       const WaitFor& wait) const;
 
+  void run_hook() const {
+    if (hook_) hook_();
+  }
+
   // A slot has one user: its counters would part ways with those in the segment.
   void claim(int slot);
 

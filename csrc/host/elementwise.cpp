@@ -41,6 +41,23 @@ void rms_norm_rows(const void* x, const void* weight, void* out, std::size_t row
   }
 }
 
+template <class Element>
+void add_rms_norm_rows(void* sum, const void* residual, const void* weight, void* out,
+                       std::size_t rows, std::size_t columns, float epsilon) {
+  using Storage = typename Element::Storage;
+  for (std::size_t row = 0; row < rows; ++row) {  // row by row: the norm finds the sum in the cache
+    auto* x = static_cast<Storage*>(sum) + row * columns;
+    if (residual != nullptr) {
+      const auto* r = static_cast<const Storage*>(residual) + row * columns;
+      for (std::size_t i = 0; i < columns; ++i) {
+        x[i] = Element::narrow(Element::widen(x[i]) + Element::widen(r[i]));
+      }
+    }
+    rms_norm_rows<Element>(x, weight, static_cast<Storage*>(out) + row * columns, 1, columns,
+                           epsilon);
+  }
+}
+
 // Every product and the sum are rounded to the dtype, as the separate tensor operations would.
 template <class Element>
 void rotate_rows(const void* x, const void* cosines, const void* sines, void* out,
@@ -87,6 +104,12 @@ void rms_norm(const void* x, const void* weight, void* out, std::size_t rows, st
               float epsilon, Dtype dtype) {
   by_dtype(dtype, rms_norm_rows<Float32>, rms_norm_rows<Bfloat16>, rms_norm_rows<Float16>, x, weight,
            out, rows, columns, epsilon);
+}
+
+void add_rms_norm(void* sum, const void* residual, const void* weight, void* out, std::size_t rows,
+                  std::size_t columns, float epsilon, Dtype dtype) {
+  by_dtype(dtype, add_rms_norm_rows<Float32>, add_rms_norm_rows<Bfloat16>,
+           add_rms_norm_rows<Float16>, sum, residual, weight, out, rows, columns, epsilon);
 }
 
 void rotary(const void* x, const void* cosines, const void* sines, void* out, std::size_t batch,

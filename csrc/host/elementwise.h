@@ -12,6 +12,10 @@ namespace tpk {
 void rms_norm(const void* x, const void* weight, void* out, std::size_t rows, std::size_t columns,
               float epsilon, Dtype dtype);
 
+// sum = round(sum + residual), if there is one, and out = rms_norm(sum); all [rows, columns].
+void add_rms_norm(void* sum, const void* residual, const void* weight, void* out, std::size_t rows,
+                  std::size_t columns, float epsilon, Dtype dtype);
+
 // Rotates the pairs (i, i + dim / 2) of x [batch, length, heads, dim] by the angles whose cosines and
 // sines [table_batch, length, dim] are given (table_batch: 1 or batch); out [batch, heads, length, dim].
 void rotary(const void* x, const void* cosines, const void* sines, void* out, std::size_t batch,

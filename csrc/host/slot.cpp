@@ -38,12 +38,14 @@ std::uint64_t size_of(Dtype dtype) {
 bool is_reducible(Dtype dtype) { return static_cast<std::uint32_t>(dtype) < kReducibleDtypes; }
 
 Slot::Slot(std::shared_ptr<Domain> domain, int index)
-    : domain_(std::move(domain)), index_(index), policy_(WaitPolicy::for_ranks(world())) {
+    : domain_(std::move(domain)), index_(index), fill_policy_(WaitPolicy::for_ranks(world())),
+      read_policy_(fill_policy_) {
   domain_->check_process();
   domain_->claim(index);
-  published_ = finished_ = observe(signals(rank()).ready);
-  seen_.assign(world(), published_);
-  credit_.assign(world(), published_);
+  const std::uint32_t round = observe(signals(rank()).ready);
+  published_ = finished_ = round;
+  seen_.assign(world(), round);
+  credit_.assign(world(), round);
   sources_.resize(world());
 }
 
@@ -69,19 +71,19 @@ std::uint32_t Slot::round_buffer() const {
 }
 
 std::uint32_t Slot::await(Signal& signal, std::uint32_t expected, int peer, double timeout,
-                          const char* what) {
-  return domain_->await(signal, expected, timeout, policy_, WaitFor{index_, op_, peer, what});
+                          WaitPolicy& policy, const char* what) {
+  return domain_->await(signal, expected, timeout, policy, WaitFor{index_, op_, peer, what});
 }
 
 void Slot::interrupt() {
-  const std::string detail = std::string("interrupted in ") + op_;
-  broken_ = Fault(FaultKind::closed, rank(), index_, op_, published_, finished_, detail);
+  const std::string detail = std::string("interrupted in ") + op_.load();
+  broken_ = Fault(FaultKind::closed, rank(), index_, op_.load(), published_, finished_, detail);
   domain_->fail(detail);
 }
 
 std::uint32_t Slot::begin(double timeout) {
   if (begun_) throw std::logic_error("begin: publish the round that was begun first");
-  if (published_ - finished_ >= buffers()) {
+  if (open_rounds() >= buffers()) {
     throw std::logic_error("begin: all " + std::to_string(buffers()) +
                            " buffers hold rounds that this rank has not finished");
   }
@@ -89,7 +91,8 @@ std::uint32_t Slot::begin(double timeout) {
   for (int peer = 0; peer < world(); ++peer) {
     // A look at the peer's signal takes its cache line away: only where the last look is too old.
     if (peer == rank() || reached(credit_[peer], needed)) continue;
-    credit_[peer] = await(signals(peer).done, needed, peer, timeout, "finish its round");
+    credit_[peer] = await(signals(peer).done, needed, peer, timeout, fill_policy_,
+                          "finish its round");
   }
   begun_ = true;
   return fill_buffer_;
@@ -107,7 +110,7 @@ void Slot::compare_descriptors(int peer) const {
   const Descriptor& mine = descriptor(rank(), read_buffer_);
   const Descriptor& theirs = descriptor(peer, read_buffer_);
   if (same(mine, theirs)) return;
-  throw Fault(FaultKind::mismatch, peer, index_, op_, finished_ + 1, observe(signals(peer).ready),
+  throw Fault(FaultKind::mismatch, peer, index_, op_.load(), finished_ + 1, observe(signals(peer).ready),
               "rank " + std::to_string(rank()) + " has " + to_text(mine) + ", rank " +
                   std::to_string(peer) + " has " + to_text(theirs));
 }
@@ -119,7 +122,7 @@ void Slot::wait(int peer, double timeout) {
   if (published_ == finished_) throw std::logic_error("wait: publish a round first");
   const std::uint32_t round = finished_ + 1;
   if (peer == rank() || seen_[peer] == round) return;
-  await(signals(peer).ready, round, peer, timeout, "publish its round");
+  await(signals(peer).ready, round, peer, timeout, read_policy_, "publish its round");
   compare_descriptors(peer);
   seen_[peer] = round;
 }
@@ -128,12 +131,28 @@ void Slot::wait_all(double timeout) {
   for (int peer = 0; peer < world(); ++peer) wait(peer, timeout);
 }
 
+std::size_t Slot::wait_any(const std::vector<int>& peers, double timeout) {
+  const std::uint32_t round = finished_ + 1;
+  for (int spin = 0; spin < read_policy_.spins; ++spin) {
+    for (std::size_t i = 0; i < peers.size(); ++i) {
+      if (peers[i] < 0 || peers[i] >= world()) break;  // `wait` says what is wrong
+      if (reached(observe(signals(peers[i]).ready), round)) {
+        wait(peers[i], timeout);
+        return i;
+      }
+    }
+  }
+  // All of them are late. A thread can sleep on one signal only, and any of them will do.
+  wait(peers.at(0), timeout);
+  return 0;
+}
+
 void Slot::finish() {
   if (published_ == finished_) throw std::logic_error("finish: no round is published");
-  ++finished_;
+  const std::uint32_t round = ++finished_;
   // Keeps up with the rounds that had no second shot, so that it is never half a wrap behind.
-  raise(signals(rank()).reduced, finished_);
-  raise(signals(rank()).done, finished_);
+  raise(signals(rank()).reduced, round);
+  raise(signals(rank()).done, round);
   read_buffer_ = (read_buffer_ + 1) % buffers();
 }
 
@@ -202,7 +221,7 @@ void Slot::reduce_all(const Reduction& reduction, double timeout) {
     const int owner = (rank() + step) % world();
     const std::uint64_t from = part_start(owner, count, dtype);
     if (owner != rank()) {
-      await(signals(owner).reduced, round, owner, timeout, "reduce its part");
+      await(signals(owner).reduced, round, owner, timeout, read_policy_, "reduce its part");
     }
     const std::uint64_t length = (part_start(owner + 1, count, dtype) - from) * size;
     copy_bytes(static_cast<std::byte*>(out) + from * size,

@@ -1,6 +1,7 @@
 // One rank's end of a slot: rounds of the protocol in tpk/signal.h, and reductions over a round.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -74,6 +75,8 @@ class Slot {
   void publish(const Descriptor& descriptor);
   void wait(int peer, double timeout);  // for the oldest round that is not finished
   void wait_all(double timeout);
+  // Waits for one of `peers` (not empty), whoever is first; returns its index in `peers`.
+  std::size_t wait_any(const std::vector<int>& peers, double timeout);
   void finish();
 
   // out[i] = sum over ranks of element offset + i of the oldest round, plus bias, rounded once.
@@ -90,6 +93,7 @@ class Slot {
   std::byte* buffer(int rank, std::uint32_t index) const;
   std::uint32_t round_buffer() const;  // of the oldest round that is not finished
   bool idle() const { return !begun_ && published_ == finished_; }
+  std::uint32_t open_rounds() const { return published_ - finished_; }
 
   Domain& domain() const { return *domain_; }
   int index() const { return index_; }
@@ -102,7 +106,7 @@ class Slot {
   Signals& signals(int rank) const;
   Descriptor& descriptor(int rank, std::uint32_t index) const;
   std::uint32_t await(Signal& signal, std::uint32_t expected, int peer, double timeout,
-                      const char* what);
+                      WaitPolicy& policy, const char* what);
   void compare_descriptors(int peer) const;
   void check_range(std::uint64_t offset, std::uint64_t count, Dtype dtype) const;
   // out[i] = sum over ranks of element first + i of the oldest round, plus bias; own: that element of
@@ -115,18 +119,21 @@ class Slot {
   int index_;
   std::mutex mutex_;
   std::optional<Fault> broken_;
-  const char* op_ = "";
-  WaitPolicy policy_;
+  std::atomic<const char*> op_ = "";  // for the messages of waits
 
   // Rounds are counted modulo 2^32, which `buffers` need not divide: buffers are counted apart.
+  // One thread may fill and publish while another waits, reduces and finishes: see overlap.h.
   bool begun_ = false;
-  std::uint32_t published_;
-  std::uint32_t finished_;
-  std::uint32_t fill_buffer_ = 0;  // of round published_ + 1
-  std::uint32_t read_buffer_ = 0;  // of round finished_ + 1
-  std::vector<std::uint32_t> seen_;    // by peer: the round whose descriptor was compared last
+  std::uint32_t fill_buffer_ = 0;      // of round published_ + 1
   std::vector<std::uint32_t> credit_;  // by peer: rounds it is known to have read
-  std::vector<const void*> sources_;   // of `sum`, kept to allocate once
+  WaitPolicy fill_policy_;
+  std::atomic<std::uint32_t> published_;
+
+  std::atomic<std::uint32_t> finished_;
+  std::uint32_t read_buffer_ = 0;     // of round finished_ + 1
+  std::vector<std::uint32_t> seen_;   // by peer: the round whose descriptor was compared last
+  std::vector<const void*> sources_;  // of `sum`, kept to allocate once
+  WaitPolicy read_policy_;
 };
 
 }  // namespace tpk

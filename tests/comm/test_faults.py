@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tp_kernels import (
@@ -113,7 +114,13 @@ FAULTS: dict[str, Call] = {
 
 def take_part(provider: str, call: str, fault: str) -> bool:
     """Call a collective for a while; one rank has its fault. Errors carry the seconds they took."""
-    group = ParallelGroup(provider=provider, timeout=TIMEOUT, window=8192)
+    # Of the survivors one sums by a thread, the other between products.
+    group = ParallelGroup(
+        provider=provider,
+        timeout=TIMEOUT,
+        window=8192,
+        communication_thread=dist.get_rank() > CULPRIT,
+    )
     CALLS[call](group)
     if group.rank == CULPRIT:
         FAULTS[fault](group)
@@ -177,10 +184,11 @@ def test_a_rank_that_leaves_a_process_group(world):
         )
 
 
+@pytest.mark.parametrize("threaded", [False, True])
 @pytest.mark.parametrize("call", ["linear_all_reduce", "linear_reduce_scatter"])
-def test_a_rank_that_raises_within(world, call):
+def test_a_rank_that_raises_within(world, call, threaded):
     """Out of memory between two rounds, say: the peers need not wait for the deadline."""
-    outcomes = world(3).run(run_out_of_memory, call)
+    outcomes = world(3).run(run_out_of_memory, call, threaded)
     for rank, (error, seconds) in enumerate(outcomes):
         assert seconds < SLACK
         if rank == CULPRIT:
@@ -190,7 +198,7 @@ def test_a_rank_that_raises_within(world, call):
             assert f"rank {CULPRIT} failed: {call}: MemoryError: none left" in error
 
 
-def run_out_of_memory(call: str) -> tuple[str, float]:
+def run_out_of_memory(call: str, threaded: bool) -> tuple[str, float]:
     module = {
         "linear_all_reduce": gemm_all_reduce,
         "linear_reduce_scatter": gemm_reduce_scatter,
@@ -204,7 +212,9 @@ def run_out_of_memory(call: str) -> tuple[str, float]:
             raise MemoryError("none left")
         return original(*args)
 
-    with ParallelGroup(provider="host", timeout=TIMEOUT, window=8192) as group:
+    with ParallelGroup(
+        provider="host", timeout=TIMEOUT, window=8192, communication_thread=threaded
+    ) as group:
         CALLS[call](group)
         if group.rank == CULPRIT:
             module.partial_product = allocate_or_fail

@@ -141,9 +141,14 @@ def read_explanations() -> None:
         assert text(group, 1000).startswith("linear_all_reduce: chunked (1000 rows are worth")
         assert text(group, implementation="chunked") == "linear_all_reduce: chunked (asked for)"
     with ParallelGroup(timeout=30) as group:
-        assert text(group).startswith("linear_all_reduce: host (all 2 ranks share this host)")
+        shared = "linear_all_reduce: host (all 2 ranks share this host; sums are taken "
+        assert text(group).startswith(f"{shared}{'by a' if group.communication_thread else 'betw'}")
         assert "not cuda" in text(group, device="cuda")
-    assert text(None).startswith("linear_all_reduce: host (all 2 ranks share this host)")
+    with ParallelGroup(timeout=30, communication_thread=True) as group:
+        assert text(group).startswith(f"{shared}by a thread of its own: communication_thread was")
+    with ParallelGroup(timeout=30, communication_thread=False) as group:
+        assert text(group).startswith(f"{shared}between products: communication_thread was given")
+    assert text(None).startswith(shared)
 
 
 def test_explain_on_one_rank():

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .cores import Cores, spare_core
 from .errors import TpKernelsError, UnsupportedError
 from .faults import error_from_host, error_from_process_group, is_transport_failure
 from .host_slot import HostSlot
@@ -46,6 +47,9 @@ class ParallelGroup:
         check: compare op, dtype and shape over the ranks before every process-group collective.
             "auto" does so for CPU tensors; host memory always compares, at no cost.
         window: bytes of one shared buffer; longer messages move in pieces of this size.
+        communication_thread: whether a thread of its own reduces what peers have published while this
+            rank computes. "auto" does so where the affinity masks of the ranks leave a core for it, and
+            reduces between products otherwise; True or False insist. Results have the same bits.
 
     Raises:
         UnsupportedError: this process is not in `group`, or `provider="host"` is impossible.
@@ -61,6 +65,7 @@ class ParallelGroup:
         implementation: str = "auto",
         check: bool | str = "auto",
         window: int = 2 << 20,
+        communication_thread: bool | str = "auto",
     ) -> None:
         if provider not in ("auto", "host", "none"):
             raise UnsupportedError(f"provider={provider!r}: use 'auto', 'host' or 'none'")
@@ -72,6 +77,10 @@ class ParallelGroup:
             raise UnsupportedError(f"timeout={timeout}: use a positive number of seconds")
         if window < 64:
             raise UnsupportedError(f"window={window}: use 64 bytes or more")
+        if communication_thread not in ("auto", True, False):
+            raise UnsupportedError(
+                f"communication_thread={communication_thread!r}: use 'auto', True or False"
+            )
         self.timeout = float(timeout)
         self.implementation = implementation
         self.process_group = _process_group(group)
@@ -87,17 +96,28 @@ class ParallelGroup:
         self._calls: Counter[tuple[str, str]] = Counter()
         self._closed = False
 
+        self.communication_thread = communication_thread is True
+        self.overlap_reason = "communication_thread was given"
         self._obstacle: str | None = None
         self.rendezvous: Rendezvous | None = None
         if self.process_group is None:
             self.name = f"tp_kernels:single:{id(self):x}"
         else:
-            self.name = self._meet(self.process_group, provider, check, window)
+            self.name = self._meet(
+                self.process_group, provider, check, window, communication_thread
+            )
         self.provider_reason = self._provider_reason(provider)
         self.provider = "host" if self.memory is not None else "none"
         _groups[self.name] = self
 
-    def _meet(self, pg: dist.ProcessGroup, provider: str, check: bool | str, window: int) -> str:
+    def _meet(
+        self,
+        pg: dist.ProcessGroup,
+        provider: str,
+        check: bool | str,
+        window: int,
+        communication_thread: bool | str,
+    ) -> str:
         store = dist.distributed_c10d._get_process_group_store(pg)
         index = construction_index(store, self.rank)
         name = f"tp_kernels:{pg.group_name}:{index}"
@@ -117,6 +137,11 @@ class ParallelGroup:
                 self.memory = SymmetricMemory(rendezvous, capacity=window, timeout=self.timeout)
             except UnsupportedError as error:  # raised on all ranks or on none
                 self._obstacle = str(error)
+        if self.memory is not None:  # all of it on one host, so that core numbers mean the same
+            answers = rendezvous.exchange("cores", Cores.current().to_json())
+            spare, reason = spare_core([Cores.from_json(answer) for answer in answers], self.rank)
+            if communication_thread == "auto":
+                self.communication_thread, self.overlap_reason = spare, reason
         if provider == "host" and self.memory is None and self.size > 1:
             raise UnsupportedError(
                 f"rank {self.rank}: provider='host' is not possible: {self._obstacle}; "

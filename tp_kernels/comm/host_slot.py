@@ -26,6 +26,7 @@ OPERATIONS = {
     "linear_all_reduce": 16,
     "linear_reduce_scatter": 17,
     "all_gather_linear": 18,
+    "all_reduce_rms_norm": 19,
 }
 OPERATION_NAMES = {code: name for name, code in OPERATIONS.items()}
 
@@ -88,6 +89,13 @@ class HostSlot:
         self.seconds += perf_counter() - start
         return self._raw.round_buffer()
 
+    def wait_any(self, peers: Sequence[int]) -> tuple[int, int]:
+        """Wait for the first of `peers` to publish the oldest unread round: (its place, buffer index)."""
+        start = perf_counter()
+        place = self._raw.wait_any(peers, self._timeout)
+        self.seconds += perf_counter() - start
+        return place, self._raw.round_buffer()
+
     def reduce(self, out: Tensor, offset: int, bias: Tensor | None = None) -> None:
         """out = sum over ranks, in rank order in fp32, of elements from `offset`, plus bias, rounded once."""
         start = perf_counter()
@@ -115,6 +123,79 @@ class HostSlot:
     def finish(self) -> None:
         """Credit: this rank has read all it needs of the oldest unread round."""
         self._raw.finish()
+
+    def complete(
+        self, operation: str, d0: int, d1: int, d2: int, out: Tensor, bias: Tensor | None
+    ) -> None:
+        """publish, reduce_all and finish in one call: what a short message spends its time on."""
+        start = perf_counter()
+        address, period = (0, 0) if bias is None else (bias.data_ptr(), bias.numel())
+        self._raw.complete(
+            OPERATIONS[operation],
+            REDUCIBLE[out.dtype],
+            d0,
+            d1,
+            d2,
+            out.data_ptr(),
+            out.numel(),
+            address,
+            period,
+            self._timeout,
+        )
+        self.seconds += perf_counter() - start
+
+    def complete_rms_norm(
+        self,
+        operation: str,
+        total: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        weight: Tensor,
+        out: Tensor,
+        epsilon: float,
+    ) -> None:
+        """`complete` of [..., N] into `total`, then total += residual and out = rms_norm(total) * weight."""
+        start = perf_counter()
+        self._raw.complete_rms_norm(
+            OPERATIONS[operation],
+            REDUCIBLE[out.dtype],
+            total.numel() // total.shape[-1],
+            total.shape[-1],
+            total.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            0 if residual is None else residual.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            epsilon,
+            self._timeout,
+        )
+        self.seconds += perf_counter() - start
+
+    # The same on the engine's own thread, while the caller computes. `out` must live until `join` or
+    # `abandon` has returned.
+
+    def reduce_later(self, out: Tensor, offset: int | None, bias: Tensor | None = None) -> None:
+        """`reduce` from `offset`, or `reduce_all` if None, and `finish` of the round just published."""
+        address, period = (0, 0) if bias is None else (bias.data_ptr(), bias.numel())
+        self._raw.reduce_later(
+            out.data_ptr(),
+            out.numel(),
+            REDUCIBLE[out.dtype],
+            offset,
+            address,
+            period,
+            self._timeout,
+        )
+
+    def join(self) -> None:
+        """Return when everything asked of `reduce_later` is done."""
+        start = perf_counter()
+        self._raw.join()
+        self.seconds += perf_counter() - start
+
+    def abandon(self, reason: str) -> None:
+        """Give up what `reduce_later` has not done, and this rank with it; the peers learn `reason`."""
+        self._raw.abandon(reason[:180])
 
     # Whole collectives of any length, chunked by the engine.
 

@@ -78,7 +78,7 @@ def host(
     counts: Sequence[int],
     keep: bool,
 ) -> Gathered:
-    """Own rows first, then the peers' rows straight from their shared buffers: no copy out."""
+    """Own rows first, then the peers' in order of arrival, straight from their shared buffers."""
     slot = group.slot
     rows, width = sum(counts), x.shape[1]
     x = x.contiguous()
@@ -93,10 +93,11 @@ def host(
     unread: list[list[tuple[int, int]]] = []
 
     def read(ranges: list[tuple[int, int]]) -> None:
-        for step in range(1, group.size):
-            peer = (group.rank + step) % group.size
+        waiting = [(group.rank + step) % group.size for step in range(1, group.size)]
+        while waiting:
+            place, index = slot.wait_any(waiting)
+            peer = waiting.pop(place)
             start, stop = ranges[peer]
-            index = slot.wait(peer)
             piece = slot.view(peer, index, (stop - start, width), x.dtype)
             if gathered is not None:
                 gathered[start:stop] = piece

@@ -18,6 +18,7 @@ from tp_kernels.comm.group import ParallelGroup
 from tp_kernels.comm.process_group import Pending, ordered_sum
 
 from ._gemm import Between, block_rows, blocks, partial_product
+from ._round import RoundReader
 
 
 def reference(
@@ -70,31 +71,18 @@ def host(
     rows, width = xs[0].shape[0], ws[0].shape[0]
     out = xs[0].new_empty(rows, width)
     size = block_rows(rows, slot.capacity // max(1, width * dtype.itemsize))
-    if rows <= size:  # decode: one block, no bookkeeping
+    if rows <= size and between is None:  # decode: one block, no bookkeeping
         partial_product(xs, ws, slot.view(group.rank, slot.begin(), (rows, width), dtype))
-        slot.publish("linear_all_reduce", dtype, rows, width, 0)
+        slot.complete("linear_all_reduce", rows, width, 0, out, bias)
+        return out
+    with RoundReader("linear_all_reduce", group) as reader:
+        for start, stop in blocks(rows, size):
+            view = slot.view(group.rank, slot.begin(), (stop - start, width), dtype)
+            partial_product(xs if stop - start == rows else [x[start:stop] for x in xs], ws, view)
+            slot.publish("linear_all_reduce", dtype, rows, width, start)
+            reader.add(out[start:stop], None, bias)
         if between:
             between()
-        slot.reduce_all(out, bias)
-        slot.finish()
-        return out
-    unread: list[Tensor] = []
-
-    def read(block: Tensor) -> None:
-        slot.reduce_all(block, bias)
-        slot.finish()
-
-    for start, stop in blocks(rows, size):
-        index = slot.begin()
-        view = slot.view(group.rank, index, (stop - start, width), dtype)
-        partial_product(xs if stop - start == rows else [x[start:stop] for x in xs], ws, view)
-        slot.publish("linear_all_reduce", dtype, rows, width, start)
-        unread.append(out if stop - start == rows else out[start:stop])
-        if len(unread) > 1:
-            read(unread.pop(0))
-    if between:
-        between()
-    read(unread.pop())
     return out
 
 

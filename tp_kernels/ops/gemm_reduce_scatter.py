@@ -17,6 +17,7 @@ from tp_kernels.comm.group import ParallelGroup
 from tp_kernels.comm.process_group import Pending, ordered_sum
 
 from ._gemm import Between, block_rows, part_blocks, partial_product, starts
+from ._round import RoundReader
 
 
 def reference(
@@ -86,26 +87,16 @@ def host(
     size = max(1, block_rows(rows, most) // group.size)
     if rows <= most and rows <= block_rows(rows, most):
         size = max(*counts, 1)  # one round: one product instead of one per destination
-    unread: tuple[int, Tensor] | None = None
-
-    def read(block: tuple[int, Tensor]) -> None:
-        slot.reduce(block[1], block[0] * width, bias)
-        slot.finish()
-
-    for ranges in part_blocks(counts, size):
-        index = slot.begin()
-        sizes = [stop - start for start, stop in ranges]
-        view = slot.view(group.rank, index, (sum(sizes), width), dtype)
-        _products(xs, ws, ranges, view)
-        start, stop = ranges[group.rank]
-        slot.publish("linear_reduce_scatter", dtype, rows, width, ranges[0][0])
-        if unread is not None:
-            read(unread)
-        unread = (sum(sizes[: group.rank]), out[start - first : stop - first])
-    if between:
-        between()
-    if unread is not None:
-        read(unread)
+    with RoundReader("linear_reduce_scatter", group) as reader:
+        for ranges in part_blocks(counts, size):
+            sizes = [stop - start for start, stop in ranges]
+            view = slot.view(group.rank, slot.begin(), (sum(sizes), width), dtype)
+            _products(xs, ws, ranges, view)
+            start, stop = ranges[group.rank]
+            slot.publish("linear_reduce_scatter", dtype, rows, width, ranges[0][0])
+            reader.add(out[start - first : stop - first], sum(sizes[: group.rank]) * width, bias)
+        if between:
+            between()
     return out
 
 
