@@ -87,7 +87,7 @@ class ParallelGroup:
         self.ranks: list[int] = (
             [0] if self.process_group is None else dist.get_process_group_ranks(self.process_group)
         )
-        self.size = len(self.ranks)
+        self.size: int = len(self.ranks)
         self.rank = 0 if self.process_group is None else dist.get_rank(self.process_group)
         self.identities = [HostIdentity.current()]
         self.memory: SymmetricMemory | None = None
