@@ -261,6 +261,21 @@ void bind_slot(py::module_& module) {
           py::arg("bias_period") = 0, no_timeout, Released(),
           "The reduction of a whole round; all ranks call it. It may use up the buffers.")
       .def(
+          "settle",
+          [](SlotHandle& self, Timeout timeout) {
+            self.slot.exclusive("settle", [&] { self.slot.settle(self.seconds(timeout)); });
+          },
+          no_timeout, Released(), "Return when no peer reads this rank's buffers any more.")
+      .def(
+          "reduce_in_place",
+          [](SlotHandle& self, std::uint64_t count, std::uint32_t dtype, Timeout timeout) {
+            self.slot.exclusive("reduce_in_place", [&] {
+              self.slot.reduce_in_place(count, Dtype{dtype}, self.seconds(timeout));
+            });
+          },
+          py::arg("count"), py::arg("dtype"), no_timeout, Released(),
+          "reduce_all whose result replaces the summands in the buffers of all ranks.")
+      .def(
           "complete",
           [](SlotHandle& self, std::uint32_t op, std::uint32_t dtype, std::int64_t d0,
              std::int64_t d1, std::int64_t d2, std::uint64_t out, std::uint64_t count,

@@ -10,6 +10,9 @@
 namespace tpk {
 namespace {
 
+// Sums are copied to the peers while they are in the nearest cache.
+constexpr std::uint64_t kInPlaceBytes = 16 << 10;
+
 std::string to_text(const Descriptor& descriptor) {
   std::string text = "op " + std::to_string(descriptor.op) + " dtype " +
                      std::to_string(descriptor.dtype) + " d (";
@@ -156,6 +159,14 @@ void Slot::finish() {
   read_buffer_ = (read_buffer_ + 1) % buffers();
 }
 
+void Slot::settle(double timeout) {
+  for (int peer = 0; peer < world(); ++peer) {
+    if (peer == rank()) continue;
+    credit_[peer] = await(signals(peer).done, finished_, peer, timeout, fill_policy_,
+                          "finish its round");
+  }
+}
+
 void Slot::check_range(std::uint64_t offset, std::uint64_t count, Dtype dtype) const {
   if (!is_reducible(dtype)) throw std::invalid_argument("this dtype cannot be reduced");
   const std::uint64_t elements = capacity() / size_of(dtype);
@@ -226,6 +237,31 @@ void Slot::reduce_all(const Reduction& reduction, double timeout) {
     const std::uint64_t length = (part_start(owner + 1, count, dtype) - from) * size;
     copy_bytes(static_cast<std::byte*>(out) + from * size,
                buffer(owner, read_buffer_) + from * size, length, streaming);
+  }
+}
+
+void Slot::reduce_in_place(std::uint64_t count, Dtype dtype, double timeout) {
+  check_range(0, count, dtype);
+  wait_all(timeout);
+  const std::uint64_t size = size_of(dtype);
+  const std::uint32_t round = finished_ + 1;
+  const std::uint64_t end = part_start(rank() + 1, count, dtype);
+  // Of all buffers, only this rank reads and writes this part.
+  for (std::uint64_t from = part_start(rank(), count, dtype); from < end;) {
+    const std::uint64_t length = std::min(kInPlaceBytes / size, end - from);
+    const std::byte* sums = buffer(rank(), read_buffer_) + from * size;
+    sum(buffer(rank(), read_buffer_) + from * size, from, length, dtype, {}, nullptr);
+    for (int step = 1; step < world(); ++step) {
+      const int peer = (rank() + step) % world();
+      std::memcpy(buffer(peer, read_buffer_) + from * size, sums, length * size);
+    }
+    from += length;
+  }
+  raise(signals(rank()).reduced, round);
+  for (int peer = 0; peer < world(); ++peer) {
+    if (peer != rank()) {
+      await(signals(peer).reduced, round, peer, timeout, read_policy_, "reduce its part");
+    }
   }
 }
 

@@ -78,6 +78,8 @@ class Slot {
   // Waits for one of `peers` (not empty), whoever is first; returns its index in `peers`.
   std::size_t wait_any(const std::vector<int>& peers, double timeout);
   void finish();
+  // Returns when all peers have finished the rounds that this rank has: nobody reads its buffers.
+  void settle(double timeout);
 
   // out[i] = sum over ranks of element offset + i of the oldest round, plus bias, rounded once.
   // own: as in Reduction, from element `offset` on.
@@ -85,6 +87,9 @@ class Slot {
               double timeout, const void* own = nullptr);
   // The same for elements 0..count, as one collective step: all ranks must call it.
   void reduce_all(const Reduction& reduction, double timeout);
+
+  // The same with the result in the buffer of every rank, where the summands were: nothing is copied.
+  void reduce_in_place(std::uint64_t count, Dtype dtype, double timeout);
 
   // First element of a rank's part when `count` elements are divided over the ranks. Parts end with
   // cache lines: no two ranks write to one.

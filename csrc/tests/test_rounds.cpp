@@ -70,6 +70,49 @@ void rounds_overlap() {
   }
 }
 
+// One buffer that is never copied: filled again as soon as the call has returned.
+void in_place() {
+  Random random(11);
+  for (const std::uint32_t world : {1u, 2u, 3u, 5u}) {
+    for (const Dtype dtype : {Dtype::float32, Dtype::bfloat16, Dtype::float16}) {
+      const std::size_t size = size_of(dtype);
+      Ranks ranks(shape_of(world, 1, 40000 * 4), 0u - 3);
+      for (const std::size_t count : {0ul, 1ul, 77ul, 33000ul}) {
+        std::vector<Bytes> inputs;
+        for (std::uint32_t rank = 0; rank < world; ++rank) {
+          inputs.push_back(random_values(dtype, count, random));
+        }
+        std::vector<Bytes> results(world);
+        ranks.run([&](Slot& slot) {
+          const Bytes& input = inputs[slot.rank()];
+          std::byte* data = slot.buffer(slot.rank(), 0);
+          for (int call = 0; call < 3; ++call) {
+            slot.begin(kTimeout);
+            std::copy(input.begin(), input.end(), data);
+            slot.publish(describe());
+            slot.reduce_in_place(count, dtype, kTimeout);
+            slot.finish();
+            results[slot.rank()].assign(data, data + count * size);
+            std::fill(data, data + count * size, kPoison);
+            // Read by the peers without a copy, and then changed.
+            slot.begin(kTimeout);
+            std::copy(input.begin(), input.end(), data);
+            slot.publish(describe());
+            Bytes sums = poisoned(count * size);
+            slot.reduce(sums.data(), 0, count, dtype, {}, kTimeout);
+            slot.finish();
+            slot.settle(kTimeout);
+            std::fill(data, data + count * size, kPoison);
+            CHECK(sums == results[slot.rank()]);
+          }
+        });
+        check_sum(dtype, results[0], inputs, 0, count);
+        for (const Bytes& result : results) CHECK(result == results[0]);
+      }
+    }
+  }
+}
+
 void wrong_use() {
   Ranks ranks(shape_of(2, 2, 64));
   Slot& slot = ranks.slot(0);
@@ -340,6 +383,7 @@ void leaving_at_the_last_moment() {
 int main() {
   reduce_with_bias();
   rounds_overlap();
+  in_place();
   wrong_use();
   refused_shapes();
   concurrent_use();
