@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <cerrno>
 #include <memory>
 #include <optional>
@@ -158,12 +159,16 @@ void bind_domain(py::module_& module) {
       .def_static(
           "format",
           [](const SegmentHandle& segment, std::uint32_t world, std::uint32_t slots,
-             std::uint64_t capacity, std::uint32_t buffers, std::uint32_t epoch) {
-            Domain::format(segment.use(), Shape{world, slots, capacity, buffers}, epoch);
+             std::uint64_t capacity, std::uint32_t buffers, std::uint32_t epoch,
+             std::optional<std::array<std::uint64_t, 4>> tuning) {
+            std::optional<Tuning> given;
+            if (tuning) given = Tuning{(*tuning)[0], (*tuning)[1], (*tuning)[2], (*tuning)[3]};
+            Domain::format(segment.use(), Shape{world, slots, capacity, buffers}, epoch, given);
           },
           py::arg("segment"), py::arg("world"), py::arg("slots"), py::arg("capacity"),
-          py::arg("buffers"), py::arg("epoch") = 0,
-          "Lay out a new segment; one rank does it before any rank makes its Domain.")
+          py::arg("buffers"), py::arg("epoch") = 0, py::arg("tuning") = py::none(),
+          "Lay out a new segment; one rank does it before any rank makes its Domain. tuning: "
+          "(two_shot, two_shot_resident, piece, streaming) in bytes.")
       .def("join", &Domain::join, Released())
       .def(
           "open_peers",
@@ -174,7 +179,13 @@ void bind_domain(py::module_& module) {
       .def("close", &Domain::close, Released(), "Leave in order; waits for nobody.")
       .def_property_readonly("rank", &Domain::rank)
       .def_property_readonly("world", &Domain::world)
-      .def_property_readonly("isa", [](const Domain& self) { return self.isa().name; });
+      .def_property_readonly("isa", [](const Domain& self) { return self.isa().name; })
+      .def_property_readonly("tuning", [](const Domain& self) {
+        const Tuning& tuning = self.tuning();
+        return py::dict(py::arg("two_shot") = tuning.two_shot,
+                        py::arg("two_shot_resident") = tuning.two_shot_resident,
+                        py::arg("piece") = tuning.piece, py::arg("streaming") = tuning.streaming);
+      });
 }
 
 void bind_slot(py::module_& module) {

@@ -14,6 +14,7 @@ from .group import ParallelGroup, as_group
 from .launch import RankError, Ranks, launch
 from .layout import split_range, split_sizes
 from .symmetric_memory import SymmetricMemory
+from .symmetric_tensor import SymmetricTensor
 
 __all__ = [
     "BuildError",
@@ -25,6 +26,7 @@ __all__ = [
     "Ranks",
     "ShapeError",
     "SymmetricMemory",
+    "SymmetricTensor",
     "TpKernelsError",
     "UnsupportedError",
     "all_gather",

@@ -91,6 +91,8 @@ class ParallelGroup:
         self.rank = 0 if self.process_group is None else dist.get_rank(self.process_group)
         self.identities = [HostIdentity.current()]
         self.memory: SymmetricMemory | None = None
+        self._memories: weakref.WeakSet[SymmetricMemory] = weakref.WeakSet()  # of `new_memory`
+        self._memories_made = 0
         self._transport: ProcessGroupTransport | None = None
         self.decisions: dict[Any, Any] = {}  # what dispatch chose, by shape: see dispatch.py
         self._calls: Counter[tuple[str, str]] = Counter()
@@ -167,6 +169,16 @@ class ParallelGroup:
             )
         return group
 
+    def new_memory(self, **options: Any) -> SymmetricMemory:
+        """Another region of this group, which fails and closes with it. Collective."""
+        if self.memory is None or self.rendezvous is None:
+            raise UnsupportedError(f"no shared memory: {self.provider_reason}")
+        self._memories_made += 1
+        rendezvous = self.rendezvous.child(f"memory{self._memories_made}")
+        memory = SymmetricMemory(rendezvous, **options)
+        self._memories.add(memory)
+        return memory
+
     @property
     def slot(self) -> HostSlot:
         """The slot that this group's own operations use, one after the other."""
@@ -221,15 +233,17 @@ class ParallelGroup:
 
     def fail(self, reason: str) -> None:
         """Tell the other ranks that this one cannot go on, so that they need not wait for it."""
-        if self.memory is not None:
-            self.memory.fail(reason[:180])
+        for memory in (self.memory, *self._memories):
+            if memory is not None:
+                memory.fail(reason[:180])
 
     def close(self) -> None:
         """Leave the group in order. Local: it waits for nobody and may be called twice."""
         self._closed = True
         _groups.pop(self.name, None)
-        if self.memory is not None:
-            self.memory.close()
+        for memory in (self.memory, *self._memories):
+            if memory is not None:
+                memory.close()
 
     def __repr__(self) -> str:
         return (

@@ -120,9 +120,21 @@ class HostSlot:
         )
         self.seconds += perf_counter() - start
 
+    def reduce_in_place(self, x: Tensor) -> None:
+        """`reduce_all` into the buffers of all ranks, where their summands are; `x` is this rank's."""
+        start = perf_counter()
+        self._raw.reduce_in_place(x.numel(), REDUCIBLE[x.dtype], self._timeout)
+        self.seconds += perf_counter() - start
+
     def finish(self) -> None:
         """Credit: this rank has read all it needs of the oldest unread round."""
         self._raw.finish()
+
+    def settle(self) -> None:
+        """Wait until all peers have finished what this rank has: nobody reads its buffers any more."""
+        start = perf_counter()
+        self._raw.settle(self._timeout)
+        self.seconds += perf_counter() - start
 
     def complete(
         self, operation: str, d0: int, d1: int, d2: int, out: Tensor, bias: Tensor | None

@@ -22,6 +22,12 @@ class Rendezvous:
         self.size = size
         self.timeout = timeout
 
+    def child(self, label: str) -> Rendezvous:
+        """Another place to meet for the same ranks."""
+        return Rendezvous(
+            self._store, f"{self._prefix}/{label}", self.rank, self.size, self.timeout
+        )
+
     def put(self, key: str, value: str) -> None:
         self._store.set(f"{self._prefix}/{key}", value)
 

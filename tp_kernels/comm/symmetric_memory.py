@@ -31,6 +31,7 @@ class SymmetricMemory:
     longer messages in pieces, so nothing ever grows. Two operations in flight must use two slots.
     The segment has mode 0600, a random name that exists only until all ranks have mapped it, and its
     pages are reserved when it is made: a full /dev/shm is an error here, never a SIGBUS later.
+    tuning: thresholds of rank 0 instead of the measured ones (csrc/host/tuning.h); for studies.
     """
 
     def __init__(
@@ -41,13 +42,14 @@ class SymmetricMemory:
         capacity: int = 2 << 20,
         buffers: int = 3,
         timeout: float | None = None,
+        tuning: tuple[int, int, int, int] | None = None,
     ) -> None:
         if _host is None:
             raise BuildError(f"tp_kernels._host is not built: {HOST_IMPORT_ERROR}")
         self.rank, self.world = rendezvous.rank, rendezvous.size
         self.timeout = rendezvous.timeout if timeout is None else timeout
         shape = (self.world, slots, capacity, buffers)
-        self._segment = _map_segment(rendezvous, shape)
+        self._segment = _map_segment(rendezvous, shape, tuning)
         self._domain = _host.Domain(
             self._segment, self.rank, self.world, slots, capacity, buffers, self.timeout
         )
@@ -59,6 +61,11 @@ class SymmetricMemory:
             )
             for index in range(slots)
         ]
+
+    @property
+    def tuning(self) -> dict[str, int]:
+        """Sizes in bytes from which collectives go another way, agreed by all ranks."""
+        return dict(self._domain.tuning)
 
     def fail(self, reason: str) -> None:
         """Tell the peers that this rank cannot go on; those who wait for it raise at once."""
@@ -80,7 +87,11 @@ def host_obstacle(identities: list[HostIdentity]) -> str | None:
     return None
 
 
-def _map_segment(rendezvous: Rendezvous, shape: tuple[int, int, int, int]) -> Any:
+def _map_segment(
+    rendezvous: Rendezvous,
+    shape: tuple[int, int, int, int],
+    tuning: tuple[int, int, int, int] | None,
+) -> Any:
     """Rank 0 creates, all map, rank 0 unlinks; either all ranks hold the segment or all raise."""
     nbytes = _host.layout_bytes(*shape)
     segment, error = None, ""
@@ -88,7 +99,7 @@ def _map_segment(rendezvous: Rendezvous, shape: tuple[int, int, int, int]) -> An
         name = f"/tpk-{secrets.token_hex(8)}"
         try:
             segment = _host.Segment.create(name, nbytes)
-            _host.Domain.format(segment, *shape)
+            _host.Domain.format(segment, *shape, tuning=tuning)
         except OSError as failure:
             error = str(failure)
         rendezvous.put("segment", json.dumps({"name": name, "shape": shape, "error": error}))
