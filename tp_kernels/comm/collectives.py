@@ -3,6 +3,9 @@
 They carry no gradients; `tp_kernels.ops` has the differentiable pairs. Rows are the first dimension and
 are divided by `split_sizes`. Host memory is used where the group has it and the tensor is a CPU tensor of
 a dtype the engine sums, otherwise the process group.
+
+`out` takes the result instead of a new tensor and is returned: contiguous, of the result's shape, dtype and
+device, apart from `x` in memory. A large result in a new tensor costs a page fault per 4 KiB on each call.
 """
 
 from __future__ import annotations
@@ -18,22 +21,34 @@ from .layout import split_range, split_sizes
 from .process_group import ordered_sum
 
 
-def all_reduce(x: Tensor, group: ParallelGroup) -> Tensor:
-    """Sum of `x` over the ranks, same shape; a new tensor on every rank."""
+def all_reduce(x: Tensor, group: ParallelGroup, out: Tensor | None = None) -> Tensor:
+    """Sum of `x` over the ranks, same shape; a new tensor on every rank, or `out`, which may be `x`."""
+    if out is not None and out is not x:
+        _check_out("all_reduce", x, x.shape, out, group)
+    elif out is not None and not x.is_contiguous():
+        raise ShapeError(
+            f"all_reduce on rank {group.rank}: out is x, which has strides {x.stride()}; only a "
+            "contiguous tensor can be summed in place"
+        )
     if group.size == 1:
-        return x.clone()
+        return _copied(x, out)
     implementation = "host" if _on_host(x, group) else "process_group"
-    return group.run("all_reduce", implementation, _all_reduce, x, group, implementation)
+    return group.run("all_reduce", implementation, _all_reduce, x, group, implementation, out)
 
 
-def reduce_scatter(x: Tensor, group: ParallelGroup) -> Tensor:
+def reduce_scatter(x: Tensor, group: ParallelGroup, out: Tensor | None = None) -> Tensor:
     """[R, ...] -> this rank's [split_sizes(R, W)[rank], ...] rows of the sum over ranks."""
     if x.dim() == 0:
         raise ShapeError("reduce_scatter: a scalar has no rows to divide over ranks")
+    counts = split_sizes(x.shape[0], group.size)
+    if out is not None:
+        _check_out("reduce_scatter", x, (counts[group.rank], *x.shape[1:]), out, group)
     if group.size == 1:
-        return x.clone()
+        return _copied(x, out)
     implementation = "host" if _on_host(x, group) else "process_group"
-    return group.run("reduce_scatter", implementation, _reduce_scatter, x, group, implementation)
+    return group.run(
+        "reduce_scatter", implementation, _reduce_scatter, x, group, counts, implementation, out
+    )
 
 
 def all_gather(
@@ -42,18 +57,23 @@ def all_gather(
     rows: int | None = None,
     *,
     counts: Sequence[int] | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """This rank's rows [R_r, ...] -> [R, ...] of all ranks; any dtype.
 
     rows: R, of which this rank holds split_sizes(rows, W)[rank]; default: all ranks hold equally many.
     counts: rows of every rank, instead of `rows`, when they are divided in another way.
     """
-    if group.size == 1:
-        return x.clone()
     if counts is None:
-        counts = row_counts("all_gather", x, group, rows)
+        counts = row_counts("all_gather", x, group, rows) if group.size > 1 else x.shape[:1]
+    if out is not None:
+        _check_out("all_gather", x, (sum(counts), *x.shape[1:]), out, group)
+    if group.size == 1:
+        return _copied(x, out)
     implementation = "host" if x.device.type == "cpu" and group.memory else "process_group"
-    return group.run("all_gather", implementation, _all_gather, x, group, counts, implementation)
+    return group.run(
+        "all_gather", implementation, _all_gather, x, group, counts, implementation, out
+    )
 
 
 def barrier(group: ParallelGroup) -> None:
@@ -86,30 +106,73 @@ def _on_host(x: Tensor, group: ParallelGroup) -> bool:
     return group.memory is not None and x.device.type == "cpu" and x.dtype in REDUCIBLE
 
 
-def _all_reduce(x: Tensor, group: ParallelGroup, implementation: str) -> Tensor:
+def _check_out(
+    operation: str, x: Tensor, shape: tuple[int, ...], out: Tensor, group: ParallelGroup
+) -> None:
+    """Refuse an `out` that cannot hold the result, before anything is sent."""
+    first, start = x.data_ptr(), out.data_ptr()
+    apart = start >= first + _extent(x) or start + out.nbytes <= first or x.numel() == 0
+    if (
+        apart
+        and out.shape == shape
+        and out.dtype is x.dtype
+        and out.is_contiguous()
+        and out.device == x.device
+    ):
+        return
+    where = f"{operation} on rank {group.rank}: out"
+    if out.shape != shape:
+        raise ShapeError(f"{where} has shape {tuple(out.shape)}, the result has {tuple(shape)}")
+    if out.dtype != x.dtype or out.device != x.device:
+        raise ShapeError(f"{where} is {out.dtype} on {out.device}, x is {x.dtype} on {x.device}")
+    if not out.is_contiguous():
+        raise ShapeError(f"{where} has strides {out.stride()}; it must be contiguous")
+    raise ShapeError(f"{where} shares memory with x; pass a tensor of its own")
+
+
+def _extent(x: Tensor) -> int:
+    """Bytes from the first element of `x` to the end of its last one."""
+    if x.is_contiguous():
+        return x.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return (last + 1) * x.element_size()
+
+
+def _copied(x: Tensor, out: Tensor | None) -> Tensor:
+    """What one rank alone gets."""
+    return x.clone() if out is None else x if out is x else out.copy_(x)
+
+
+def _all_reduce(x: Tensor, group: ParallelGroup, implementation: str, out: Tensor | None) -> Tensor:
     x = x.contiguous()
-    out = x.new_empty(x.shape)
     if implementation == "host":
+        out = x.new_empty(x.shape) if out is None else out
         group.slot.all_reduce(x, out)
         return out
     transport = group.transport
     transport.agree("all_reduce", x, x.numel())
     if x.numel() == 0:
-        return out
+        return x.new_empty(x.shape) if out is None else out
     part = -(-x.numel() // group.size)
     padded = x.new_zeros(group.size, part)
     padded.view(-1)[: x.numel()] = x.view(-1)
     ones = [1] * group.size
     parts = transport.all_to_all(padded, ones, ones).wait()
     mine = ordered_sum(parts, None, x.new_empty(1, part))
-    return transport.all_gather(mine, ones).wait().view(-1)[: x.numel()].view(x.shape)
+    total = transport.all_gather(mine, ones).wait().view(-1)[: x.numel()].view(x.shape)
+    return total if out is None else out.copy_(total)
 
 
-def _reduce_scatter(x: Tensor, group: ParallelGroup, implementation: str) -> Tensor:
+def _reduce_scatter(
+    x: Tensor,
+    group: ParallelGroup,
+    counts: Sequence[int],
+    implementation: str,
+    out: Tensor | None,
+) -> Tensor:
     x = x.contiguous()
-    counts = split_sizes(x.shape[0], group.size)
     row = x.shape[1:].numel()
-    out = x.new_empty(counts[group.rank], *x.shape[1:])
+    out = x.new_empty(counts[group.rank], *x.shape[1:]) if out is None else out
     if implementation == "host":
         group.slot.reduce_scatter(x, out, [count * row for count in counts])
         return out
@@ -124,18 +187,23 @@ def _reduce_scatter(x: Tensor, group: ParallelGroup, implementation: str) -> Ten
 
 
 def _all_gather(
-    x: Tensor, group: ParallelGroup, counts: Sequence[int], implementation: str
+    x: Tensor,
+    group: ParallelGroup,
+    counts: Sequence[int],
+    implementation: str,
+    out: Tensor | None,
 ) -> Tensor:
     x = x.contiguous()
     row = x.shape[1:].numel()
     if implementation == "host":
-        out = x.new_empty(sum(counts), *x.shape[1:])
+        out = x.new_empty(sum(counts), *x.shape[1:]) if out is None else out
         group.slot.all_gather(x, out, [count * row for count in counts])
         return out
     transport = group.transport
     transport.agree("all_gather", x, sum(counts), row)
     gathered = transport.all_gather(x.view(-1, row) if row else x, counts).wait()
-    return gathered.view(sum(counts), *x.shape[1:])
+    gathered = gathered.view(sum(counts), *x.shape[1:])
+    return gathered if out is None else out.copy_(gathered)
 
 
 def my_rows(x: Tensor, group: ParallelGroup) -> Tensor:

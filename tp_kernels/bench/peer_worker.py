@@ -1,0 +1,248 @@
+"""One rank of a peer: DeepSpeed's shared-memory all-reduce or Open MPI, in an interpreter of its own.
+
+Runs as a script, without this package: the peers' environment has torch, numpy and the peers only. The
+driver's socket brings one request a line and takes one reply a line, as JSON. Between requests a rank
+blocks in a read, so a peer that spins does so in its own turn only.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import json
+import os
+import select
+import shutil
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tp_kernels.bench import products, slices
+else:
+
+    def _beside(name: str) -> Any:
+        """A file of this directory as a module; on the path its neighbours would hide other modules."""
+        place = Path(__file__).with_name(f"{name}.py")
+        spec = importlib.util.spec_from_file_location(f"bench_{name}", place)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        return module
+
+    slices = _beside("slices")
+
+Calls = tuple[Callable[[], Any], Callable[[], float]]  # the call to time, the check
+
+
+class DeepSpeed:
+    """`inference_all_reduce_` of DeepSpeed's shared-memory extension, in place."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(world),
+            LOCAL_SIZE=str(world),
+            DS_ACCELERATOR="cpu",
+        )
+        import deepspeed
+        import torch
+        from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+
+        module = ShareMemCommBuilder().load(verbose=False)
+        module.initialize(world, rank)
+        # 2: AVX-512, which its bfloat16 needs; 1: AVX2, enough for float32.
+        self.level = module.vector_kernel_level() if hasattr(module, "vector_kernel_level") else 1
+        self.all_reduce = torch.ops.deepspeed.inference_all_reduce_
+        self.versions = {"deepspeed": deepspeed.__version__, "deepspeed torch": torch.__version__}
+
+    def collective(self, op: str, dtype: str, numel: int) -> Calls | str:
+        import torch
+
+        if op != "all_reduce":
+            return "has an all-reduce only"
+        if self.level < (1 if dtype == "float32" else 2):
+            return f"its {dtype} needs AVX-512" if self.level else "needs AVX2"
+        x = torch.zeros(numel, dtype=getattr(torch, dtype)).clone()
+
+        def check() -> float:
+            x.copy_(torch.from_numpy(slices.pattern(self.rank, 0, numel)))
+            self.all_reduce(x)
+            error = slices.collective_error(
+                op, numel, self.world, self.rank, dtype, lambda a, b: x[a:b].float().numpy()
+            )
+            x.zero_()
+            return error
+
+        return lambda: self.all_reduce(x), check
+
+    def summed(self, y: Any) -> tuple[Callable[[], Any], Any]:
+        """A call that sums `y` over the ranks, and the tensor that holds the sum."""
+        return lambda: self.all_reduce(y), y
+
+
+class OpenMPI:
+    """mpi4py on Open MPI, buffers only."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        import mpi4py
+        from mpi4py import MPI
+
+        self.mpi, self.comm = MPI, MPI.COMM_WORLD
+        self.rank, self.world = self.comm.rank, self.comm.size
+        library = MPI.Get_library_version().split(",")[0].removeprefix("Open MPI v")
+        self.versions = {"openmpi": library, "mpi4py": mpi4py.__version__}
+
+    def collective(self, op: str, dtype: str, numel: int) -> Calls | str:
+        import numpy as np
+
+        if dtype != "float32":
+            return f"MPI has no {dtype}"
+        inputs, outputs, counts = slices.collective_sizes(op, numel, self.world, self.rank)
+        x = slices.pattern(self.rank, 0, inputs)
+        # Out of place: its usual form, and the faster one at the sizes where they differ.
+        out = np.empty(outputs, np.float32)
+        call: Callable[[], Any]
+        if op == "all_reduce":
+            call = lambda: self.comm.Allreduce(x, out, self.mpi.SUM)
+        elif op == "reduce_scatter":
+            call = lambda: self.comm.Reduce_scatter(x, out, counts, self.mpi.SUM)
+        else:
+            starts = [sum(counts[:rank]) for rank in range(self.world)]
+            whole = [out, counts, starts, self.mpi.FLOAT]
+            call = lambda: self.comm.Allgatherv(x, whole)
+
+        def check() -> float:
+            timed = self._error(op, dtype, numel, out)
+            out.fill(np.nan)
+            call()
+            return max(timed, self._error(op, dtype, numel, out))
+
+        return call, check
+
+    def _error(self, op: str, dtype: str, numel: int, out: Any) -> float:
+        return slices.collective_error(
+            op, numel, self.world, self.rank, dtype, lambda a, b: out[a:b]
+        )
+
+    def summed(self, y: Any) -> tuple[Callable[[], Any], Any]:
+        """A call that sums `y` over the ranks, and the tensor that holds the sum."""
+        total = y.clone()
+        source, target = y.view(-1).numpy(), total.view(-1).numpy()
+        return lambda: self.comm.Allreduce(source, target, self.mpi.SUM), total
+
+
+def linear_all_reduce(peer: Any, rows: int, hidden: int) -> Calls:
+    """torch.mm, then the peer's all-reduce: what a user of the peer has, without overlap."""
+    import torch
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    counts = slices.split_sizes(hidden, peer.world)
+    start = sum(counts[: peer.rank])
+    whole_x, whole_w = products.random(1, rows, hidden), products.random(2, hidden, hidden)
+    x = whole_x[:, start : start + counts[peer.rank]].contiguous()
+    w = whole_w[:, start : start + counts[peer.rank]].contiguous()
+    del whole_x, whole_w
+    y = torch.empty(rows, hidden)
+    add, total = peer.summed(y)
+
+    def call() -> None:
+        torch.mm(x, w.t(), out=y)
+        add()
+
+    def check() -> float:
+        total.fill_(float("nan"))
+        call()
+        whole_x, whole_w = products.random(1, rows, hidden), products.random(2, hidden, hidden)
+        return products.product_error(total, whole_x, whole_w.t())
+
+    return call, check
+
+
+def prepare(peer: Any, case: dict[str, Any]) -> Calls | str:
+    if "bytes" in case:
+        itemsize = 4 if case["dtype"] == "float32" else 2
+        return peer.collective(case["op"], case["dtype"], case["bytes"] // itemsize)
+    if (case["op"], case["pass"], case["dtype"]) != ("linear_all_reduce", "forward", "float32"):
+        return "float32 linear_all_reduce forward only"
+    if not TYPE_CHECKING:
+        global products
+        products = _beside("products")
+    return linear_all_reduce(peer, case["rows"], case["hidden"])
+
+
+def serve(peer: Any, stream: Any) -> None:
+    """Answer requests until the driver says goodbye or is gone."""
+    work: Calls | None = None
+    for line in stream:
+        request = json.loads(line)
+        reply: dict[str, Any] = {}
+        try:
+            if request["do"] == "prepare":
+                made = prepare(peer, request["case"])
+                reply["why_not"] = made if isinstance(made, str) else None
+                work = None if isinstance(made, str) else made
+            elif request["do"] == "slice":
+                assert work is not None
+                reply["seconds"] = slices.timed_calls(work[0], request["calls"], request["warm"])
+                reply["error"] = work[1]() if request["check"] else None
+            elif request["do"] == "finish":
+                work = None
+            else:
+                return
+        except Exception as failure:
+            reply = {"failed": f"{type(failure).__name__}: {failure}"}
+        send(stream, reply)
+
+
+def send(stream: Any, reply: dict[str, Any]) -> None:
+    stream.write((json.dumps(reply) + "\n").encode())
+    stream.flush()
+
+
+def end_with(driver: int, directory: str) -> None:
+    """When the driver is gone, remove what it made for its peers, and end, also in the middle of a call."""
+    try:
+        gone = os.pidfd_open(driver)
+        poll = select.poll()
+        poll.register(gone, select.POLLIN)
+        poll.poll()
+    except OSError:
+        if os.path.exists(f"/proc/{driver}"):
+            return
+    for name in glob.glob(f"/dev/shm/*{Path(directory).name}*"):
+        if os.path.isfile(name):
+            os.unlink(name)
+    shutil.rmtree(directory, ignore_errors=True)
+    os._exit(1)
+
+
+def main() -> None:
+    settings = json.loads(os.environ["TPK_BENCH_PEER"])
+    threading.Thread(
+        target=end_with, args=(settings["driver"], settings["directory"]), daemon=True
+    ).start()
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(settings["socket"])
+    stream = connection.makefile("rwb")
+    try:
+        rank = int(os.environ.get("TPK_BENCH_RANK", "0"))
+        peer: Any = {"deepspeed": DeepSpeed, "openmpi": OpenMPI}[settings["name"]](
+            rank, settings["world"]
+        )
+    except ImportError as failure:
+        send(stream, {"failed": f"not installed here: {failure}"})
+        return
+    if settings["cores"]:
+        os.sched_setaffinity(0, settings["cores"][peer.rank])
+    send(stream, {"rank": peer.rank, "world": peer.world, "versions": peer.versions})
+    serve(peer, stream)
+
+
+if __name__ == "__main__":
+    main()

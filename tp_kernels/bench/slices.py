@@ -1,0 +1,119 @@
+"""What a rank of any contestant does, ours or a peer's: known inputs, timed calls, a checked result.
+
+Imports numpy and nothing else: peers load this file into an interpreter that does not have this package.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+_BLOCK = 1 << 20  # elements of a check at a time: what it needs besides the tensors is bounded
+_BITS = {"float32": 24, "bfloat16": 8, "float16": 11}
+
+
+def pattern(rank: int, start: int, stop: int) -> Any:
+    """Elements [start, stop) of the tensor of `rank`, as float32, exact in every dtype.
+
+    Multiples of 1/64 from -2 to 2 without a period that a misplaced piece could fit into.
+    """
+    index = np.arange(start, stop, dtype=np.uint32)
+    mixed = (index + np.uint32(rank * 7919 + 1)) * np.uint32(2654435761)
+    mixed ^= mixed >> np.uint32(15)
+    mixed *= np.uint32(2246822519)
+    return ((mixed >> np.uint32(24)).astype(np.float32) - np.float32(128)) / np.float32(64)
+
+
+def timed_calls(call: Callable[[], Any], calls: int, warm: int) -> list[float]:
+    """Seconds of each of `calls` calls, back to back, after `warm` more that bring ranks together."""
+    for _ in range(warm):
+        call()
+    seconds = [0.0] * calls
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        for index in range(calls):
+            start = perf_counter()
+            call()
+            seconds[index] = perf_counter() - start
+    finally:
+        if enabled:
+            gc.enable()
+    return seconds
+
+
+def split_sizes(total: int, world: int) -> list[int]:
+    """Sizes of `world` contiguous parts of `total`; the first ones get one more."""
+    return [total // world + (rank < total % world) for rank in range(world)]
+
+
+def collective_sizes(op: str, numel: int, world: int, rank: int) -> tuple[int, int, list[int]]:
+    """Elements of the input and of the output of `rank`, and of the part of each rank."""
+    counts = split_sizes(numel, world)
+    if op == "all_reduce":
+        return numel, numel, counts
+    if op == "reduce_scatter":
+        return numel, counts[rank], counts
+    return counts[rank], numel, counts
+
+
+def collective_error(
+    op: str, numel: int, world: int, rank: int, dtype: str, got: Callable[[int, int], Any]
+) -> float:
+    """Largest error of a collective of `pattern`, against float64, in units of what rounding explains.
+
+    got(start, stop): those elements of the result, as float32. More than 1 is a wrong result.
+    """
+    _, size, counts = collective_sizes(op, numel, world, rank)
+    if op == "all_gather":
+        worst, position = 0.0, 0
+        for owner, count in enumerate(counts):
+            for start, stop in _blocks(count):
+                found = got(position + start, position + stop)
+                same = np.array_equal(found, pattern(owner, start, stop))
+                worst = max(worst, 0.0 if same else np.inf)  # nothing is rounded
+            position += count
+        return worst
+    first = sum(counts[:rank]) if op == "reduce_scatter" else 0
+    return max(
+        (
+            sum_error(
+                got(start, stop),
+                [pattern(other, first + start, first + stop) for other in range(world)],
+                dtype,
+            )
+            for start, stop in _blocks(size)
+        ),
+        default=0.0,
+    )
+
+
+def sum_error(found: Any, parts: Sequence[Any], dtype: str) -> float:
+    """Largest error of `found` as the sum of `parts`, one rounding per addend allowed."""
+    exact = np.zeros(found.shape, np.float64)
+    magnitude = np.zeros(found.shape, np.float64)
+    for part in parts:
+        exact += part
+        magnitude += np.abs(part)
+    allowed = len(parts) * 2.0 ** -_BITS[dtype] * magnitude
+    return error_ratio(found, exact, allowed)
+
+
+def error_ratio(found: Any, exact: Any, allowed: Any) -> float:
+    """Largest |found - exact| / allowed; infinite where a value is not a number."""
+    error = np.abs(np.asarray(found, np.float64) - exact)
+    if not np.isfinite(error).all():
+        return float("inf")
+    ratio = np.divide(
+        error, allowed, out=np.where(error > 0, np.inf, 0.0), where=np.asarray(allowed) > 0
+    )
+    return float(ratio.max(initial=0.0))
+
+
+def _blocks(count: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, count, _BLOCK):
+        yield start, min(start + _BLOCK, count)

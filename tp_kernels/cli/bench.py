@@ -1,0 +1,220 @@
+"""`tp-kernels bench`: options of the measurements; they are made in `tp_kernels.bench`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from tp_kernels import ShapeError, UnsupportedError
+
+bench_app = typer.Typer(
+    help="Measure collectives, fused linear ops and transformer blocks on this machine.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+_SIZES = "1K,4K,16K,64K,256K,1M,4M,16M,64M"
+
+WorldOption = Annotated[
+    str, typer.Option("--world", help="Number of ranks; a comma list measures several.")
+]
+ThreadsOption = Annotated[int, typer.Option(min=1, help="Threads per rank.")]
+BindOption = Annotated[
+    bool, typer.Option("--bind/--no-bind", help="Pin rank r to core r (modulo the cores).")
+]
+RoundsOption = Annotated[
+    int | None, typer.Option(min=1, help="Turns of every contestant in a case.")
+]
+SecondsOption = Annotated[
+    float | None,
+    typer.Option("--slice", min=1e-4, help="Seconds of one turn; longer calls run once a turn."),
+]
+QuickOption = Annotated[
+    bool, typer.Option("--quick", help="A few cases and turns, in less than half a minute.")
+]
+WithoutOption = Annotated[
+    str, typer.Option(help="Peers to leave out: a comma list of gloo, deepspeed, openmpi.")
+]
+PeersOption = Annotated[
+    Path | None,
+    typer.Option(help="Environment of the peers. Default: .venv-peers of the checkout."),
+]
+TimeoutOption = Annotated[
+    float,
+    typer.Option("--peer-timeout", min=0.1, help="Seconds until a peer's turn counts as hung."),
+]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the report to this file.")]
+OutputOption = Annotated[
+    Path | None,
+    typer.Option(help="Write the report and its plots into this directory (needs matplotlib)."),
+]
+
+
+@bench_app.callback(invoke_without_command=True)
+def _compare_option(
+    context: typer.Context,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(metavar="OLD.json NEW.json", help="The same as the command `compare`."),
+    ] = None,
+) -> None:
+    if compare is not None:
+        if context.invoked_subcommand:
+            raise UnsupportedError("--compare takes two reports and no command")
+        _compare(*compare)
+
+
+@bench_app.command("compare")
+def compare_command(
+    old: Annotated[Path, typer.Argument(help="A report that --json or --output wrote.")],
+    new: Annotated[Path, typer.Argument(help="Another one of the same kind.")],
+) -> None:
+    """Two reports, row by row. A row is flagged only if each median is outside the other's spread.
+
+    tp-kernels bench compare before.json after.json
+    tp-kernels bench --compare before.json after.json
+    """
+    _compare(old, new)
+
+
+@bench_app.command()
+def collectives(
+    op: Annotated[
+        str, typer.Option(help="Comma list of all_reduce, reduce_scatter, all_gather.")
+    ] = "all_reduce,reduce_scatter,all_gather",
+    sizes: Annotated[
+        str,
+        typer.Option(
+            "--bytes",
+            help="Sizes of the whole tensor, a comma list. Default: 1K to 64M in steps of four.",
+        ),
+    ] = "",
+    dtype: Annotated[
+        str, typer.Option(help="Comma list. Default: float32,bfloat16; --quick: float32.")
+    ] = "",
+    world: WorldOption = "2",
+    threads: ThreadsOption = 1,
+    bind: BindOption = True,
+    rounds: RoundsOption = None,
+    seconds: SecondsOption = None,
+    quick: QuickOption = False,
+    without: WithoutOption = "",
+    peers: PeersOption = None,
+    peer_timeout: TimeoutOption = 60.0,
+    json: JsonOption = None,
+    output: OutputOption = None,
+) -> None:
+    """All-reduce, reduce-scatter and all-gather by size, beside gloo, DeepSpeed and Open MPI.
+
+    All contestants are alive at once and take turns; a call counts with its slowest rank; every
+    result is checked against float64 in the same run. `make bench-peers` installs the peers.
+
+        tp-kernels bench collectives --quick
+        tp-kernels bench collectives --op all_reduce --bytes 16K --world 2,4,8
+        tp-kernels bench collectives --output results --json results/today.json
+    """
+    from tp_kernels.bench import collectives as work
+    from tp_kernels.bench import report
+    from tp_kernels.bench.peers import Peers
+    from tp_kernels.bench.timing import Budget
+
+    budget = Budget(2, 0.01) if quick else Budget(5, 0.04)
+    settings = work.Settings(
+        ops=_choices("--op", op, work.OPS),
+        dtypes=_choices(
+            "--dtype", dtype or ("float32" if quick else "float32,bfloat16"), work.ALL_DTYPES
+        ),
+        worlds=_numbers("--world", world),
+        sizes=_numbers("--bytes", sizes or ("4K,256K,4M" if quick else _SIZES)),
+        threads=threads,
+        bind=bind,
+        budget=Budget(rounds or budget.rounds, seconds or budget.seconds),
+    )
+    others = Peers(
+        peers, without=_choices("--without", without, work.PEERS), slice_seconds=peer_timeout
+    )
+    _run("collectives", work.run, settings, others, report.show_collectives, json, output)
+
+
+def _run(
+    kind: str,
+    measure: Callable[..., list[dict[str, Any]]],
+    settings: Any,
+    peers: Any,
+    show: Callable[[Console, Mapping[str, Any]], None],
+    json: Path | None,
+    output: Path | None,
+) -> None:
+    """Measure with a bar, print the table, write the files that were asked for."""
+    from tp_kernels.bench import plots, report
+    from tp_kernels.bench.environment import environment
+
+    if output is not None:
+        plots.pyplot()  # missing: better known before the measurement than after it
+    facts = environment()
+    with _progress() as progress:
+        results = measure(settings, peers, progress)
+    facts["versions"] |= peers.versions
+    found = report.document(kind, facts, asdict(settings), results, peers.not_run)
+    console = Console()
+    report.show_environment(console, found)
+    show(console, found)
+    report.show_not_run(console, found)
+    if json is not None:
+        report.write(json, found)
+        _say(console, json)
+    if output is not None:
+        report.write(output / f"{kind}.json", found)
+        for path in (output / f"{kind}.json", *plots.plot(found, output)):
+            _say(console, path)
+
+
+def _compare(old: Path, new: Path) -> None:
+    from tp_kernels.bench import compare, report
+
+    compare.show(Console(), report.load(old), report.load(new))
+
+
+def _say(console: Console, path: Path) -> None:
+    console.print(f"wrote {path}", highlight=False, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    from .progress import progress_bars
+
+    with progress_bars() as bars:
+        task = bars.add_task("starting", total=None)
+        yield lambda what, done, total: bars.update(
+            task, description=what, completed=done, total=total
+        )
+
+
+def _choices(option: str, text: str, known: Sequence[str]) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in known:
+            raise UnsupportedError(f"{option} {name}: known are {', '.join(known)}")
+    if not names and option != "--without":
+        raise UnsupportedError(f"{option}: name at least one of {', '.join(known)}")
+    return names
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    """ "1K,64,2M" -> [1024, 64, 2097152]."""
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    numbers = []
+    for word in (word.strip() for word in text.split(",") if word.strip()):
+        digits, unit = (word[:-1], units.get(word[-1].upper())) if word[-1].isalpha() else (word, 1)
+        if unit is None or not digits.isdecimal() or int(digits) < 1:
+            raise ShapeError(f"{option} {word}: use positive numbers such as 4, 16K or 64M")
+        numbers.append(int(digits) * unit)
+    if not numbers:
+        raise ShapeError(f"{option}: give at least one number")
+    return numbers
