@@ -195,6 +195,8 @@ void bind_slot(py::module_& module) {
       .def_property_readonly("capacity",
                              [](const SlotHandle& self) { return self.slot.capacity(); })
       .def_property_readonly("buffers", [](const SlotHandle& self) { return self.slot.buffers(); })
+      .def_property_readonly("seconds", [](const SlotHandle& self) { return self.slot.seconds(); })
+      .def("reset_seconds", [](SlotHandle& self) { self.slot.reset_seconds(); })
       .def(
           "buffer_address",
           [](const SlotHandle& self, int rank, std::uint32_t index) {

@@ -55,7 +55,7 @@ void Domain::format(Segment& segment, const Shape& shape, std::uint32_t epoch,
 Domain::Domain(std::shared_ptr<Segment> segment, int rank, const Shape& shape, double timeout,
                Hook hook)
     : segment_(std::move(segment)), rank_(rank), layout_(shape), timeout_(timeout),
-      hook_(std::move(hook)), isa_(&select_isa()), pid_(::getpid()), claimed_(shape.slots) {
+      hook_(std::move(hook)), isa_(&select_isa()), pid_(::getpid()), generation_(fork_generation()), claimed_(shape.slots) {
   check_size(*segment_, layout_);
   check_timeout(timeout);
   if (rank < 0 || rank >= world()) {
@@ -71,11 +71,11 @@ Domain::Domain(std::shared_ptr<Segment> segment, int rank, const Shape& shape, d
 }
 
 Domain::~Domain() {
-  if (pid_ == ::getpid() && state(rank_) == RankState::alive) leave(RankState::closed, "");
+  if (generation_ == fork_generation() && state(rank_) == RankState::alive) leave(RankState::closed, "");
 }
 
 void Domain::check_process() const {
-  if (pid_ != ::getpid()) {
+  if (generation_ != fork_generation()) {
     throw std::logic_error("this process was forked from rank " + std::to_string(rank_) +
                            " after it had joined the group (pid " + std::to_string(pid_) +
                            "); a forked child cannot use it: spawn the child, or make a group in it");
@@ -142,7 +142,7 @@ void Domain::fail(const std::string& message) {
 }
 
 void Domain::close() {
-  if (pid_ == ::getpid()) leave(RankState::closed, "");  // a forked child has nothing to leave
+  if (generation_ == fork_generation()) leave(RankState::closed, "");  // a forked child has nothing to leave
 }
 
 void Domain::wake_waiters() const {

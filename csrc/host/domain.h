@@ -85,6 +85,7 @@ class Domain {
   Hook hook_;
   const Isa* isa_;
   pid_t pid_;
+  unsigned generation_;
   bool open_ = false;
   std::mutex mutex_;
   std::vector<bool> claimed_;

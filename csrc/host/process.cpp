@@ -2,10 +2,12 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <pthread.h>
 #include <signal.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -44,6 +46,11 @@ Stat read_stat(pid_t pid) {
   return stat;
 }
 
+std::atomic<unsigned> generation{0};
+
+// Registered before any rank can exist.
+const int registered = ::pthread_atfork(nullptr, nullptr, [] { ++generation; });
+
 int open_pidfd(pid_t pid) {
 #ifdef SYS_pidfd_open
   return static_cast<int>(::syscall(SYS_pidfd_open, pid, 0));
@@ -55,6 +62,11 @@ int open_pidfd(pid_t pid) {
 }
 
 }  // namespace
+
+unsigned fork_generation() {
+  static_cast<void>(registered);
+  return generation.load(std::memory_order_relaxed);
+}
 
 std::uint64_t process_start_time(pid_t pid) { return read_stat(pid).start_time; }
 

@@ -10,6 +10,10 @@ namespace tpk {
 // Start of `pid` in clock ticks since boot; 0 if it is not known.
 std::uint64_t process_start_time(pid_t pid);
 
+// Changes in every child that fork() makes. Unlike getpid() it costs no system call, so that every call
+// of a collective can look at it.
+unsigned fork_generation();
+
 // One particular process, also after its pid has been given to another one.
 class ProcessWatch {
  public:

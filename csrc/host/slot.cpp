@@ -10,6 +10,8 @@
 namespace tpk {
 namespace {
 
+constexpr std::uint32_t kReducedStride = 1 << 20;
+
 // Sums are copied to the peers while they are in the nearest cache.
 constexpr std::uint64_t kInPlaceBytes = 16 << 10;
 
@@ -153,8 +155,8 @@ std::size_t Slot::wait_any(const std::vector<int>& peers, double timeout) {
 void Slot::finish() {
   if (published_ == finished_) throw std::logic_error("finish: no round is published");
   const std::uint32_t round = ++finished_;
-  // Keeps up with the rounds that had no second shot, so that it is never half a wrap behind.
-  raise(signals(rank()).reduced, round);
+  // Rounds without a second shot leave it behind, but never by half a wrap.
+  if (round % kReducedStride == 0) raise(signals(rank()).reduced, round);
   raise(signals(rank()).done, round);
   read_buffer_ = (read_buffer_ + 1) % buffers();
 }

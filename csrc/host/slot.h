@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -43,6 +44,16 @@ struct Reduction {
   bool streaming = false;  // write `out` around the caches
 };
 
+class Stopwatch {
+ public:
+  explicit Stopwatch(double& total) : total_(total) {}
+  ~Stopwatch() { total_ += std::chrono::duration<double>(Clock::now() - start_).count(); }
+
+ private:
+  double& total_;
+  Clock::time_point start_ = Clock::now();
+};
+
 class Slot {
  public:
   Slot(std::shared_ptr<Domain> domain, int index);
@@ -56,7 +67,8 @@ class Slot {
     domain_->check_process();
     if (broken_) throw Fault(*broken_);
     domain_->check_member(index_, op);
-    op_ = op;
+    op_.store(op, std::memory_order_relaxed);
+    const Stopwatch stopwatch(seconds_);
     try {
       return call();
     } catch (const Fault& fault) {
@@ -95,6 +107,10 @@ class Slot {
   // cache lines: no two ranks write to one.
   std::uint64_t part_start(int owner, std::uint64_t count, Dtype dtype) const;
 
+  // Spent in `exclusive` calls: waiting and reducing.
+  double seconds() const { return seconds_; }
+  void reset_seconds() { seconds_ = 0; }
+
   std::byte* buffer(int rank, std::uint32_t index) const;
   std::uint32_t round_buffer() const;  // of the oldest round that is not finished
   bool idle() const { return !begun_ && published_ == finished_; }
@@ -124,6 +140,7 @@ class Slot {
   int index_;
   std::mutex mutex_;
   std::optional<Fault> broken_;
+  double seconds_ = 0;
   std::atomic<const char*> op_ = "";  // for the messages of waits
 
   // Rounds are counted modulo 2^32, which `buffers` need not divide: buffers are counted apart.

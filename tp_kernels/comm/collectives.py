@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from .errors import ShapeError
@@ -23,17 +24,23 @@ from .process_group import ordered_sum
 
 def all_reduce(x: Tensor, group: ParallelGroup, out: Tensor | None = None) -> Tensor:
     """Sum of `x` over the ranks, same shape; a new tensor on every rank, or `out`, which may be `x`."""
-    if out is not None and out is not x:
-        _check_out("all_reduce", x, x.shape, out, group)
-    elif out is not None and not x.is_contiguous():
+    if out is not x:
+        if out is not None:
+            _check_out("all_reduce", x, x.shape, out, group)
+    elif not x.is_contiguous():
         raise ShapeError(
             f"all_reduce on rank {group.rank}: out is x, which has strides {x.stride()}; only a "
             "contiguous tensor can be summed in place"
         )
     if group.size == 1:
         return _copied(x, out)
-    implementation = "host" if _on_host(x, group) else "process_group"
-    return group.run("all_reduce", implementation, _all_reduce, x, group, implementation, out)
+    if not _on_host(x, group):
+        return group.run("all_reduce", "process_group", _all_reduce, x, group, out)
+    if out is not x:
+        x = x.contiguous()
+        out = torch.empty_like(x) if out is None else out
+    group.run("all_reduce", "host", group.slot.all_reduce, x, out)
+    return out
 
 
 def reduce_scatter(x: Tensor, group: ParallelGroup, out: Tensor | None = None) -> Tensor:
@@ -70,7 +77,7 @@ def all_gather(
         _check_out("all_gather", x, (sum(counts), *x.shape[1:]), out, group)
     if group.size == 1:
         return _copied(x, out)
-    implementation = "host" if x.device.type == "cpu" and group.memory else "process_group"
+    implementation = "host" if x.is_cpu and group.memory else "process_group"
     return group.run(
         "all_gather", implementation, _all_gather, x, group, counts, implementation, out
     )
@@ -103,7 +110,7 @@ def row_counts(operation: str, x: Tensor, group: ParallelGroup, rows: int | None
 
 
 def _on_host(x: Tensor, group: ParallelGroup) -> bool:
-    return group.memory is not None and x.device.type == "cpu" and x.dtype in REDUCIBLE
+    return group.memory is not None and x.is_cpu and x.dtype in REDUCIBLE
 
 
 def _check_out(
@@ -143,12 +150,8 @@ def _copied(x: Tensor, out: Tensor | None) -> Tensor:
     return x.clone() if out is None else x if out is x else out.copy_(x)
 
 
-def _all_reduce(x: Tensor, group: ParallelGroup, implementation: str, out: Tensor | None) -> Tensor:
+def _all_reduce(x: Tensor, group: ParallelGroup, out: Tensor | None) -> Tensor:
     x = x.contiguous()
-    if implementation == "host":
-        out = x.new_empty(x.shape) if out is None else out
-        group.slot.all_reduce(x, out)
-        return out
     transport = group.transport
     transport.agree("all_reduce", x, x.numel())
     if x.numel() == 0:

@@ -9,7 +9,7 @@ process group share.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
@@ -91,11 +91,14 @@ class ParallelGroup:
         self.rank = 0 if self.process_group is None else dist.get_rank(self.process_group)
         self.identities = [HostIdentity.current()]
         self.memory: SymmetricMemory | None = None
+        self.slot: (
+            HostSlot  # with `memory`: what this group's own operations use, one after the other
+        )
         self._memories: weakref.WeakSet[SymmetricMemory] = weakref.WeakSet()  # of `new_memory`
         self._memories_made = 0
         self._transport: ProcessGroupTransport | None = None
         self.decisions: dict[Any, Any] = {}  # what dispatch chose, by shape: see dispatch.py
-        self._calls: Counter[tuple[str, str]] = Counter()
+        self._calls: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._closed = False
 
         self.communication_thread = communication_thread is True
@@ -137,6 +140,7 @@ class ParallelGroup:
         if self._obstacle is None:
             try:
                 self.memory = SymmetricMemory(rendezvous, capacity=window, timeout=self.timeout)
+                self.slot = self.memory.slots[0]
             except UnsupportedError as error:  # raised on all ranks or on none
                 self._obstacle = str(error)
         if self.memory is not None:  # all of it on one host, so that core numbers mean the same
@@ -180,12 +184,6 @@ class ParallelGroup:
         return memory
 
     @property
-    def slot(self) -> HostSlot:
-        """The slot that this group's own operations use, one after the other."""
-        assert self.memory is not None
-        return self.memory.slots[0]
-
-    @property
     def transport(self) -> ProcessGroupTransport:
         """The process group, for what does not go through shared memory."""
         assert self._transport is not None
@@ -227,7 +225,7 @@ class ParallelGroup:
         self._calls.clear()
         if self.memory is not None:
             for slot in self.memory.slots:
-                slot.seconds = 0.0
+                slot.reset_seconds()
         if self._transport is not None:
             self._transport.seconds = 0.0
 

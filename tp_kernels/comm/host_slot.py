@@ -7,7 +7,6 @@ Limits: CPU tensors; float32, bfloat16 and float16 for reductions, any dtype for
 from __future__ import annotations
 
 from collections.abc import Sequence
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ OPERATIONS = {
     "all_gather_linear": 18,
     "all_reduce_rms_norm": 19,
 }
+_ALL_REDUCE = OPERATIONS["all_reduce"]
 OPERATION_NAMES = {code: name for name, code in OPERATIONS.items()}
 
 
@@ -38,7 +38,6 @@ class HostSlot:
         self._raw = raw
         self._timeout = timeout
         self.capacity: int = raw.capacity
-        self.seconds = 0.0  # spent in blocking calls: waiting and reducing
         with torch.inference_mode(False):  # or training could not write to what inference made
             self._bytes = [
                 [
@@ -54,14 +53,19 @@ class HostSlot:
             ]
         self._views: dict[tuple[Any, ...], Tensor] = {}
 
+    @property
+    def seconds(self) -> float:
+        """Spent in calls of this slot: waiting and reducing."""
+        return self._raw.seconds
+
+    def reset_seconds(self) -> None:
+        self._raw.reset_seconds()
+
     # One round, step by step: what overlapped ops are made of.
 
     def begin(self) -> int:
         """Wait until the next buffer may be overwritten; returns its index."""
-        start = perf_counter()
-        index = self._raw.begin(self._timeout)
-        self.seconds += perf_counter() - start
-        return index
+        return self._raw.begin(self._timeout)
 
     def view(self, rank: int, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The start of buffer `index` of `rank` as a contiguous tensor."""
@@ -84,21 +88,16 @@ class HostSlot:
 
     def wait(self, peer: int) -> int:
         """Wait until `peer` has published the oldest unread round; returns its buffer index."""
-        start = perf_counter()
         self._raw.wait(peer, self._timeout)
-        self.seconds += perf_counter() - start
         return self._raw.round_buffer()
 
     def wait_any(self, peers: Sequence[int]) -> tuple[int, int]:
         """Wait for the first of `peers` to publish the oldest unread round: (its place, buffer index)."""
-        start = perf_counter()
         place = self._raw.wait_any(peers, self._timeout)
-        self.seconds += perf_counter() - start
         return place, self._raw.round_buffer()
 
     def reduce(self, out: Tensor, offset: int, bias: Tensor | None = None) -> None:
         """out = sum over ranks, in rank order in fp32, of elements from `offset`, plus bias, rounded once."""
-        start = perf_counter()
         address, period = (0, 0) if bias is None else (bias.data_ptr(), bias.numel())
         self._raw.reduce(
             out.data_ptr(),
@@ -109,22 +108,17 @@ class HostSlot:
             period,
             self._timeout,
         )
-        self.seconds += perf_counter() - start
 
     def reduce_all(self, out: Tensor, bias: Tensor | None = None) -> None:
         """Like `reduce` of the whole round, which ends the round's data on every rank."""
-        start = perf_counter()
         address, period = (0, 0) if bias is None else (bias.data_ptr(), bias.numel())
         self._raw.reduce_all(
             out.data_ptr(), out.numel(), REDUCIBLE[out.dtype], address, period, self._timeout
         )
-        self.seconds += perf_counter() - start
 
     def reduce_in_place(self, x: Tensor) -> None:
         """`reduce_all` into the buffers of all ranks, where their summands are; `x` is this rank's."""
-        start = perf_counter()
         self._raw.reduce_in_place(x.numel(), REDUCIBLE[x.dtype], self._timeout)
-        self.seconds += perf_counter() - start
 
     def finish(self) -> None:
         """Credit: this rank has read all it needs of the oldest unread round."""
@@ -132,15 +126,12 @@ class HostSlot:
 
     def settle(self) -> None:
         """Wait until all peers have finished what this rank has: nobody reads its buffers any more."""
-        start = perf_counter()
         self._raw.settle(self._timeout)
-        self.seconds += perf_counter() - start
 
     def complete(
         self, operation: str, d0: int, d1: int, d2: int, out: Tensor, bias: Tensor | None
     ) -> None:
         """publish, reduce_all and finish in one call: what a short message spends its time on."""
-        start = perf_counter()
         address, period = (0, 0) if bias is None else (bias.data_ptr(), bias.numel())
         self._raw.complete(
             OPERATIONS[operation],
@@ -154,7 +145,6 @@ class HostSlot:
             period,
             self._timeout,
         )
-        self.seconds += perf_counter() - start
 
     def complete_rms_norm(
         self,
@@ -167,7 +157,6 @@ class HostSlot:
         epsilon: float,
     ) -> None:
         """`complete` of [..., N] into `total`, then total += residual and out = rms_norm(total) * weight."""
-        start = perf_counter()
         self._raw.complete_rms_norm(
             OPERATIONS[operation],
             REDUCIBLE[out.dtype],
@@ -181,7 +170,6 @@ class HostSlot:
             epsilon,
             self._timeout,
         )
-        self.seconds += perf_counter() - start
 
     # The same on the engine's own thread, while the caller computes. `out` must live until `join` or
     # `abandon` has returned.
@@ -201,9 +189,7 @@ class HostSlot:
 
     def join(self) -> None:
         """Return when everything asked of `reduce_later` is done."""
-        start = perf_counter()
         self._raw.join()
-        self.seconds += perf_counter() - start
 
     def abandon(self, reason: str) -> None:
         """Give up what `reduce_later` has not done, and this rank with it; the peers learn `reason`."""
@@ -212,20 +198,14 @@ class HostSlot:
     # Whole collectives of any length, chunked by the engine.
 
     def all_reduce(self, x: Tensor, out: Tensor) -> None:
-        start = perf_counter()
+        source = x.data_ptr()
+        target = source if out is x else out.data_ptr()
         self._raw.all_reduce(
-            x.data_ptr(),
-            out.data_ptr(),
-            x.numel(),
-            REDUCIBLE[x.dtype],
-            OPERATIONS["all_reduce"],
-            self._timeout,
+            source, target, x.numel(), REDUCIBLE[x.dtype], _ALL_REDUCE, self._timeout
         )
-        self.seconds += perf_counter() - start
 
     def reduce_scatter(self, x: Tensor, out: Tensor, counts: Sequence[int]) -> None:
         """`counts` are elements per rank; `x` holds them one after the other."""
-        start = perf_counter()
         self._raw.reduce_scatter(
             x.data_ptr(),
             out.data_ptr(),
@@ -234,11 +214,9 @@ class HostSlot:
             OPERATIONS["reduce_scatter"],
             self._timeout,
         )
-        self.seconds += perf_counter() - start
 
     def all_gather(self, x: Tensor, out: Tensor, counts: Sequence[int]) -> None:
         """`counts` are elements per rank; any dtype."""
-        start = perf_counter()
         code = _MOVABLE.get(x.dtype, _BYTES)
         size = x.element_size() if code == _BYTES else 1
         self._raw.all_gather(
@@ -249,9 +227,6 @@ class HostSlot:
             OPERATIONS["all_gather"],
             self._timeout,
         )
-        self.seconds += perf_counter() - start
 
     def barrier(self) -> None:
-        start = perf_counter()
         self._raw.barrier(self._timeout)
-        self.seconds += perf_counter() - start
