@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/stamps
 NATIVE := CMakeLists.txt $(shell find csrc/include csrc/host -type f)
 
-.PHONY: venv demo test test-cpp test-python lint format clean bench-peers
+.PHONY: venv demo test test-cpp test-neon test-python lint format clean bench-peers
 .DEFAULT_GOAL := test
 
 venv: $(STAMPS)/package $(STAMPS)/host $(STAMPS)/model
@@ -18,17 +18,34 @@ demo: venv
 
 test: test-cpp test-python
 
-# Three builds of the same tests: as shipped, and under the thread and the address sanitizer.
-test-cpp: $(addprefix test-cpp-,plain thread address)
+# Three builds of the same tests: as shipped, and under the thread and the address sanitizer. Of a
+# fourth, for 64-bit Arm and emulated, the arithmetic.
+test-cpp: $(addprefix test-cpp-,plain thread address) test-neon
+
+FLAGS_thread := -DTPK_SANITIZE=thread
+FLAGS_address := -DTPK_SANITIZE=address
+FLAGS_neon := -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+  -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ -DCMAKE_EXE_LINKER_FLAGS=-static \
+  -DCMAKE_CROSSCOMPILING_EMULATOR=qemu-aarch64
 
 test-cpp-%: venv
 	@mkdir -p build
 	@$(BIN)/cmake -S . -B build/cpp-$* -G Ninja -DTPK_PYTHON=OFF -DTPK_TESTS=ON \
-	  -DTPK_SANITIZE=$(filter-out plain,$*) -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	  $(FLAGS_$*) -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 	  >build/cpp-$*.log || { cat build/cpp-$*.log; exit 1; }
 	@$(BIN)/cmake --build build/cpp-$*
 	$(BIN)/ctest --test-dir build/cpp-$* --output-on-failure --timeout 300 \
 	  --output-junit $(CURDIR)/build/ctest-$*.xml
+
+HAVE_NEON := command -v aarch64-linux-gnu-g++ >/dev/null && command -v qemu-aarch64 >/dev/null
+NO_NEON := no aarch64 cross compiler or qemu
+
+# Where it cannot run, its report is of one skipped test.
+test-neon: $(STAMPS)/neon
+	@if $(HAVE_NEON); then $(MAKE) --no-print-directory test-cpp-neon; \
+	else mkdir -p build && echo "test-neon is skipped: $(NO_NEON)" && \
+	  echo '<testsuite><testcase name="test_isa"><skipped message="$(NO_NEON)"/></testcase>' \
+	  '</testsuite>' >build/ctest-neon.xml; fi
 
 # -rs lists why a test was skipped; the closing line counts what ran.
 test-python: venv $(STAMPS)/spin
@@ -96,10 +113,18 @@ $(STAMPS)/host: $(NATIVE) | $(STAMPS)/package
 	$(BIN)/python setup.py -q build_ext --inplace
 	@touch $@
 
-# The model checker of the protocol tests. Where it cannot be installed they are skipped, counted.
+# Where these cannot be installed, the tests that need them are skipped, counted.
+apt_install = { [ "$$(id -u)" = 0 ] && command -v apt-get && { apt-get install -y -qq $(1) || \
+  { apt-get update -qq && apt-get install -y -qq $(1); }; }; } >/dev/null 2>&1
+
+# The model checker of the protocol tests.
 $(STAMPS)/spin: | $(STAMPS)/tools
-	@command -v spin >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
-	  { apt-get install -y -qq spin || { apt-get update -qq && apt-get install -y -qq spin; }; } \
-	  >/dev/null 2>&1; command -v spin >/dev/null; } || \
+	@command -v spin >/dev/null || $(call apt_install,spin) || \
 	  echo "spin is not installed: the protocol models are not checked (Debian: apt install spin)"
+	@touch $@
+
+# A compiler for 64-bit Arm and an emulator.
+$(STAMPS)/neon: | $(STAMPS)/tools
+	@{ $(HAVE_NEON); } || $(call apt_install,g++-aarch64-linux-gnu qemu-user) || \
+	  echo "$(NO_NEON) (Debian: apt install g++-aarch64-linux-gnu qemu-user)"
 	@touch $@

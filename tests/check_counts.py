@@ -28,6 +28,9 @@ def main(expected_path: str, *reports: str) -> int:
         floor = expected[name]["passed_at_least"]
         if counts["passed"] < floor:
             problems.append(f"{name}: {counts['passed']} passed, expected at least {floor}")
+        cases = counts["passed"] + counts["skipped"]
+        if cases < expected[name].get("cases_at_least", 0):
+            problems.append(f"{name}: only {cases} passed or were skipped")
         allowed = expected[name]["allowed_skips"]
         problems += [
             f"{name}: {count} skipped for a reason that is not allowed: {reason}"

@@ -1,5 +1,5 @@
-// Element conversions in plain C++. Every file that includes this is compiled for another instruction
-// set; the anonymous namespace keeps the linker from using one file's copy in another.
+// Element conversions in plain C++. Every file that includes this is compiled for another
+// instruction set; the anonymous namespace keeps the linker from using one file's copy in another.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,17 @@ inline float float_of(std::uint32_t bits) {
   return value;
 }
 
+// condition ? yes : no, which compilers would often make a branch that keeps a loop from vectors.
+inline std::uint32_t choose(bool condition, std::uint32_t yes, std::uint32_t no) {
+  return no ^ ((yes ^ no) & -std::uint32_t{condition});
+}
+
 constexpr std::uint32_t kCanonicalNan = 0x7fc00000;
+
+inline float canonical(float value) {
+  const auto magnitude = static_cast<std::int32_t>(bits_of(value) & 0x7fffffff);
+  return float_of(choose(magnitude > 0x7f800000, kCanonicalNan, bits_of(value)));
+}
 
 struct Float32 {
   using Storage = float;
@@ -43,49 +53,25 @@ struct Float16 {
   using Storage = std::uint16_t;
 
   static float widen(Storage value) {
-    const std::uint32_t sign = std::uint32_t{value & 0x8000u} << 16;
-    const std::uint32_t exponent = (value >> 10) & 0x1f;
-    const std::uint32_t fraction = value & 0x3ff;
-    if (exponent == 0) return float_of(sign | bits_of(static_cast<float>(fraction) * 0x1p-24f));
-    if (exponent == 0x1f) return float_of(sign | 0x7f800000 | (fraction << 13));
-    return float_of(sign | ((exponent + 112) << 23) | (fraction << 13));
+    const std::int32_t rest = value & 0x7fff;
+    const std::uint32_t tiny = bits_of(static_cast<float>(rest) * 0x1p-24f);
+    const std::uint32_t other = (rest << 13) + (112 << 23);
+    const std::uint32_t large = choose(rest >= 0x7c00, other | 0x7f800000, other);
+    return float_of(choose(rest < 0x400, tiny, large) | std::uint32_t{value & 0x8000u} << 16);
   }
 
   static Storage narrow(float value) {
     const std::uint32_t sign = (bits_of(value) >> 16) & 0x8000;
     const std::uint32_t bits = bits_of(value) & 0x7fffffff;
-    std::uint32_t half;
-    if (bits > 0x7f800000) {
-      half = 0x7e00;
-    } else if (bits >= 0x477ff000) {  // 65520 and more round to infinity
-      half = 0x7c00;
-    } else if (bits < 0x38800000) {  // below 2^-14: the sum has units of 2^-24, as subnormals have
-      half = bits_of(float_of(bits) + 0.5f) - bits_of(0.5f);
-    } else {
-      half = (bits - (112u << 23) + 0xfff + ((bits >> 13) & 1)) >> 13;
-    }
-    return static_cast<Storage>(sign | half);
+    const auto size = static_cast<std::int32_t>(bits);  // whose comparisons are the cheaper ones
+    // Below 2^-14: the sum has units of 2^-24, as subnormals have.
+    const std::uint32_t tiny = bits_of(float_of(bits) + 0.5f) - bits_of(0.5f);
+    const std::uint32_t normal = (bits - (112u << 23) + 0xfff + ((bits >> 13) & 1)) >> 13;
+    const std::uint32_t finite = choose(size < 0x38800000, tiny, normal);
+    const std::uint32_t huge = choose(size > 0x7f800000, 0x7e00, 0x7c00);
+    return static_cast<Storage>(sign | choose(size < 0x477ff000, finite, huge));  // below 65520
   }
 };
-
-template <class Element>
-void reduce_scalar(const void* const* sources, std::size_t ranks, const void* bias, void* out,
-                   std::size_t begin, std::size_t end) {
-  using Storage = typename Element::Storage;
-  const auto load = [](const void* base, std::size_t index) {
-    Storage value;
-    std::memcpy(&value, static_cast<const char*>(base) + index * sizeof(value), sizeof(value));
-    return Element::widen(value);
-  };
-  for (std::size_t i = begin; i < end; ++i) {
-    float sum = load(sources[0], i);
-    for (std::size_t rank = 1; rank < ranks; ++rank) sum += load(sources[rank], i);
-    if (bias != nullptr) sum += load(bias, i);
-    if (sum != sum) sum = float_of(kCanonicalNan);
-    const Storage result = Element::narrow(sum);
-    std::memcpy(static_cast<char*>(out) + i * sizeof(result), &result, sizeof(result));
-  }
-}
 
 }  // namespace
 }  // namespace tpk

@@ -18,12 +18,25 @@ bool cpu_has_avx2() {
 }
 #endif
 
+#ifdef TPK_HAVE_AVX512
+bool cpu_has_avx512() {  // each question is also one to the operating system
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+#endif
+
 }  // namespace
 
 std::vector<const Isa*> available_isas() {
   std::vector<const Isa*> isas{&kScalarIsa};
 #ifdef TPK_HAVE_AVX2
   if (cpu_has_avx2()) isas.push_back(&kAvx2Isa);
+#endif
+#ifdef TPK_HAVE_AVX512
+  if (cpu_has_avx512()) isas.push_back(&kAvx512Isa);
+#endif
+#ifdef TPK_HAVE_NEON
+  isas.push_back(&kNeonIsa);  // every 64-bit Arm processor has it
 #endif
   return isas;
 }

@@ -28,11 +28,18 @@ extern const Isa kScalarIsa;
 #ifdef TPK_HAVE_AVX2
 extern const Isa kAvx2Isa;
 #endif
+#ifdef TPK_HAVE_AVX512
+extern const Isa kAvx512Isa;
+#endif
+#ifdef TPK_HAVE_NEON
+extern const Isa kNeonIsa;
+#endif
 
 // What this build and this processor can run, slowest first.
 std::vector<const Isa*> available_isas();
 
-// The best one, or the one that TP_KERNELS_ISA names; throws std::invalid_argument if it cannot run.
+// The best one, or the one that TP_KERNELS_ISA names; throws std::invalid_argument if that cannot
+// run.
 const Isa& select_isa();
 
 }  // namespace tpk
