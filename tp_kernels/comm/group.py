@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -98,7 +98,7 @@ class ParallelGroup:
         self._memories_made = 0
         self._transport: ProcessGroupTransport | None = None
         self.decisions: dict[Any, Any] = {}  # what dispatch chose, by shape: see dispatch.py
-        self._calls: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self.calls: defaultdict[tuple[str, str], int] = defaultdict(int)  # by (op, implementation)
         self._closed = False
 
         self.communication_thread = communication_thread is True
@@ -193,26 +193,33 @@ class ParallelGroup:
         """Call an implementation: count it, and turn transport faults into this package's errors."""
         if self._closed:
             raise UnsupportedError(f"{operation}: group '{self.name}' is closed")
-        self._calls[operation, implementation] += 1
+        self.calls[operation, implementation] += 1
         try:
             return function(*args)
-        except TpKernelsError:
-            raise
-        except _HostFault as fault:
-            error: Exception = error_from_host(fault, self, operation)
         except BaseException as failure:
-            if not is_transport_failure(failure):
-                if implementation != "local":  # the peers wait for what this rank has not sent
-                    self.fail(f"{operation}: {type(failure).__name__}: {failure}")
-                raise
+            self.fail_with(failure, operation, implementation)
+
+    def fail_with(self, failure: BaseException, operation: str, implementation: str) -> NoReturn:
+        """Raise what `failure` of an operation means, and tell the peers if they have to know."""
+        if self._closed:
+            raise UnsupportedError(f"{operation}: group '{self.name}' is closed") from None
+        if isinstance(failure, TpKernelsError):
+            raise failure
+        if isinstance(failure, _HostFault):
+            error: Exception = error_from_host(failure, self, operation)
+        elif is_transport_failure(failure):
             error = error_from_process_group(failure, self, operation)
+        else:
+            if implementation != "local":  # the peers wait for what this rank has not sent
+                self.fail(f"{operation}: {type(failure).__name__}: {failure}")
+            raise failure
         self.fail(f"{operation}: {error}")
-        raise error
+        raise error from None
 
     def stats(self) -> dict[str, Any]:
         """`calls`: op -> implementation -> count; `seconds`: spent in blocking communication."""
         calls: dict[str, dict[str, int]] = {}
-        for (operation, implementation), count in self._calls.items():
+        for (operation, implementation), count in self.calls.items():
             calls.setdefault(operation, {})[implementation] = count
         seconds = 0.0
         if self.memory is not None:
@@ -222,7 +229,7 @@ class ParallelGroup:
         return {"calls": calls, "seconds": seconds}
 
     def reset_stats(self) -> None:
-        self._calls.clear()
+        self.calls.clear()
         if self.memory is not None:
             for slot in self.memory.slots:
                 slot.reset_seconds()
