@@ -83,7 +83,7 @@ class ProcessGroupTransport:
 
         Costs one small all-gather; a transport fed with different sizes crashes or hangs instead.
         """
-        if not (x.device.type == "cpu" if self.check == "auto" else self.check):
+        if not (x.is_cpu if self.check == "auto" else self.check):
             return
         name = int.from_bytes(operation.encode()[-7:], "little")
         mine = [name, _DTYPES.index(x.dtype) if x.dtype in _DTYPES else -1, *sizes]

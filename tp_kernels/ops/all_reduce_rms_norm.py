@@ -21,7 +21,7 @@ from tp_kernels.comm.group import ParallelGroup
 from tp_kernels.dispatch import choose
 
 from ._gemm import partial_product
-from ._op import check_call, direct, prepare, rows_of
+from ._op import check_call, device_type, direct, prepare, rows_of
 from .elementwise import rms_norm
 from .linear_all_reduce import linear_all_reduce
 from .regions import reduce_from_ranks
@@ -148,7 +148,7 @@ def _fuses(
     """True for what one round can do, from values that are equal on all ranks."""
     if group.size == 1 or group.memory is None or not direct(x, weight, residual, *others):
         return False
-    if torch.is_autocast_enabled(x.device.type) or weight.dtype != x.dtype:
+    if torch.is_autocast_enabled(device_type(x)) or weight.dtype != x.dtype:
         return False
     if not (weight.is_contiguous() and (residual is None or residual.is_contiguous())):
         return False
@@ -161,7 +161,7 @@ def _fuses(
         rows=rows,
         width=width,
         dtype=x.dtype,
-        device=x.device.type,
+        device=device_type(x),
         implementation=implementation,
     )
     return choice.implementation == "host"

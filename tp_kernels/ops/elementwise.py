@@ -71,7 +71,5 @@ def _fused(*tensors: Tensor) -> bool:
     return (
         _host is not None
         and direct(*tensors)
-        and all(
-            t.device.type == "cpu" and t.dtype in REDUCIBLE and t.is_contiguous() for t in tensors
-        )
+        and all(t.is_cpu and t.dtype in REDUCIBLE and t.is_contiguous() for t in tensors)
     )
