@@ -54,3 +54,15 @@ def test_no_wake_up_is_lost(tmp_path):
 @pytest.mark.parametrize("mutant", ["WAKE_EARLY", "NO_COMPARE"])
 def test_mutants_of_sleeping_are_found(tmp_path, mutant):
     assert errors(tmp_path, "sleep.pml", mutant) > 0
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_rounds_in_place(tmp_path, ranks):
+    assert errors(tmp_path, "in_place.pml", f"RANKS={ranks}") == 0
+
+
+@pytest.mark.parametrize(
+    "mutant", ["NO_FIRST_WAIT", "EARLY_REDUCED", "NO_SECOND_WAIT", "NO_SETTLE"]
+)
+def test_mutants_of_rounds_in_place_are_found(tmp_path, mutant):
+    assert errors(tmp_path, "in_place.pml", "RANKS=2", mutant) > 0
