@@ -72,6 +72,13 @@ struct SlotHandle {
 using Timeout = std::optional<double>;
 using Counts = std::vector<std::uint64_t>;
 
+ProductFunction product_of(const Isa& isa, std::uint32_t dtype) {
+  if (dtype >= kReducibleDtypes || isa.product[dtype] == nullptr) {
+    throw std::invalid_argument(std::string("there is no product of this dtype for ") + isa.name);
+  }
+  return isa.product[dtype];
+}
+
 // The steps of a round that are left once its buffer is filled.
 void complete(SlotHandle& self, const Descriptor& descriptor, std::uint64_t out,
               std::uint64_t count, Bias bias, Timeout timeout) {
@@ -302,6 +309,29 @@ void bind_slot(py::module_& module) {
           py::arg("out"), py::arg("count"), py::arg("bias") = 0, py::arg("bias_period") = 0,
           no_timeout, Released(), "publish, reduce_all and finish.")
       .def(
+          "linear",
+          [](SlotHandle& self, std::uint32_t op, std::uint32_t dtype, std::int64_t rows,
+             std::int64_t columns, std::int64_t depth, std::uint64_t x, std::size_t ldx,
+             std::uint64_t w, std::size_t ldw, std::uint64_t out, std::uint64_t bias,
+             Timeout timeout) {
+            const ProductFunction product = product_of(self.slot.domain().isa(), dtype);
+            const std::uint64_t count = rows * columns;
+            if (count > self.slot.capacity() / size_of(Dtype{dtype})) {
+              throw std::invalid_argument("linear: the product is larger than a buffer");
+            }
+            self.slot.exclusive("linear", [&] {
+              const std::uint32_t index = self.slot.begin(self.seconds(timeout));
+              product(pointer(x), ldx, pointer(w), ldw, nullptr,
+                      self.slot.buffer(self.slot.rank(), index), rows, columns, depth);
+              complete(self, {op, dtype, {rows, columns, 0}}, out, count,
+                       make_bias(bias, columns), timeout);
+            });
+          },
+          py::arg("op"), py::arg("dtype"), py::arg("rows"), py::arg("columns"), py::arg("depth"),
+          py::arg("x"), py::arg("ldx"), py::arg("w"), py::arg("ldw"), py::arg("out"),
+          py::arg("bias"), no_timeout, Released(),
+          "begin, product into the buffer, and complete: a whole linear layer of few rows.")
+      .def(
           "complete_rms_norm",
           [](SlotHandle& self, std::uint32_t op, std::uint32_t dtype, std::int64_t rows,
              std::int64_t columns, std::uint64_t sum, std::uint64_t bias, std::uint64_t residual,
@@ -407,6 +437,20 @@ void bind_elementwise(py::module_& module) {
       },
       py::arg("x"), py::arg("weight"), py::arg("out"), py::arg("rows"), py::arg("columns"),
       py::arg("epsilon"), py::arg("dtype"), Released());
+  module.def(
+      "product",
+      [](std::uint64_t x, std::size_t ldx, std::uint64_t w, std::size_t ldw, std::uint64_t bias,
+         std::uint64_t y, std::size_t rows, std::size_t columns, std::size_t depth,
+         std::uint32_t dtype) {
+        product_of(select_isa(), dtype)(pointer(x), ldx, pointer(w), ldw, pointer(bias), pointer(y),
+                                        rows, columns, depth);
+      },
+      py::arg("x"), py::arg("ldx"), py::arg("w"), py::arg("ldw"), py::arg("bias"), py::arg("y"),
+      py::arg("rows"), py::arg("columns"), py::arg("depth"), py::arg("dtype"), Released(),
+      "y [rows, columns] = x [rows, depth] w [columns, depth]^T + bias (0: none), for few rows.");
+  module.def(
+      "has_product", [] { return select_isa().product[0] != nullptr; },
+      "Whether `product` is there for this instruction set.");
   module.def(
       "rotary",
       [](std::uint64_t x, std::uint64_t cosines, std::uint64_t sines, std::uint64_t out,

@@ -14,7 +14,8 @@ namespace {
 bool cpu_has_avx2() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   const bool has_f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
-  return has_f16c && __builtin_cpu_supports("avx2");  // which also asks the operating system
+  // These also ask the operating system.
+  return has_f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }
 #endif
 
@@ -25,9 +26,7 @@ bool cpu_has_avx512() {  // each question is also one to the operating system
 }
 #endif
 
-}  // namespace
-
-std::vector<const Isa*> available_isas() {
+std::vector<const Isa*> find_isas() {
   std::vector<const Isa*> isas{&kScalarIsa};
 #ifdef TPK_HAVE_AVX2
   if (cpu_has_avx2()) isas.push_back(&kAvx2Isa);
@@ -41,8 +40,15 @@ std::vector<const Isa*> available_isas() {
   return isas;
 }
 
+}  // namespace
+
+const std::vector<const Isa*>& available_isas() {
+  static const auto isas = find_isas();  // a question to the processor costs much on a virtual one
+  return isas;
+}
+
 const Isa& select_isa() {
-  const auto isas = available_isas();
+  const auto& isas = available_isas();
   const char* wanted = std::getenv("TP_KERNELS_ISA");
   if (wanted == nullptr || *wanted == '\0') return *isas.back();
   std::string names;

@@ -19,9 +19,18 @@ inline constexpr int kReducibleDtypes = 3;  // the first ones of Dtype
 using ReduceFunction = void (*)(const void* const* sources, std::size_t ranks, const void* bias,
                                 void* out, std::size_t count);
 
+// y[m * columns + n] = bias[n] + sum over k of x[m * ldx + k] * w[n * ldw + k] for m < rows,
+// n < columns, k < depth; bias: or null. Summed in float32, rounded once. For few rows: every weight is
+// read once. Row by row the same bits, however many there are. Unlike reductions, products have other
+// bits on other instruction sets.
+using ProductFunction = void (*)(const void* x, std::size_t ldx, const void* w, std::size_t ldw,
+                                 const void* bias, void* y, std::size_t rows,
+                                 std::size_t columns, std::size_t depth);
+
 struct Isa {
   const char* name;
-  ReduceFunction reduce[kReducibleDtypes];  // by Dtype
+  ReduceFunction reduce[kReducibleDtypes];    // by Dtype
+  ProductFunction product[kReducibleDtypes];  // null: the library of the caller is faster
 };
 
 extern const Isa kScalarIsa;
@@ -36,7 +45,7 @@ extern const Isa kNeonIsa;
 #endif
 
 // What this build and this processor can run, slowest first.
-std::vector<const Isa*> available_isas();
+const std::vector<const Isa*>& available_isas();
 
 // The best one, or the one that TP_KERNELS_ISA names; throws std::invalid_argument if that cannot
 // run.

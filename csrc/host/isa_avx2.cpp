@@ -1,8 +1,9 @@
-// Compiled with -mavx2 -mf16c; runs only where `available_isas` has found both.
+// Compiled with -mavx2 -mfma -mf16c; runs only where `available_isas` has found all three.
 #include <immintrin.h>
 
 #include "convert.h"
 #include "isa.h"
+#include "product_vector.h"
 #include "reduce_vector.h"
 
 namespace tpk {
@@ -26,8 +27,20 @@ Sum16 canonical(Sum16 sum) {
 struct Lanes16 {
   using Sum = Sum16;
   static constexpr std::size_t kLanes = 16;
+  static constexpr std::size_t kTile = 4;
   static Sum add(Sum a, Sum b) {
     return {_mm256_add_ps(a.first, b.first), _mm256_add_ps(a.second, b.second)};
+  }
+  static Sum zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+  static Sum multiply_add(Sum sum, Sum a, Sum b) {
+    return {_mm256_fmadd_ps(a.first, b.first, sum.first),
+            _mm256_fmadd_ps(a.second, b.second, sum.second)};
+  }
+  static float total(Sum sum) {
+    const __m256 eight = _mm256_add_ps(sum.first, sum.second);
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
   }
 };
 
@@ -83,6 +96,8 @@ struct Float16Vector : Lanes16, OnCopy<Float16Vector, std::uint16_t> {
 }  // namespace
 
 const Isa kAvx2Isa = {"avx2",
-                      {reduce<Float32Vector>, reduce<Bfloat16Vector>, reduce<Float16Vector>}};
+                      {reduce<Float32Vector>, reduce<Bfloat16Vector>, reduce<Float16Vector>},
+                      {product<Float32Vector, Float32>, product<Bfloat16Vector, Bfloat16>,
+                       product<Float16Vector, Float16>}};
 
 }  // namespace tpk

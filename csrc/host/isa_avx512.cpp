@@ -4,6 +4,7 @@
 
 #include "convert.h"
 #include "isa.h"
+#include "product_vector.h"
 #include "reduce_vector.h"
 
 namespace tpk {
@@ -36,9 +37,17 @@ struct Vector {
   static constexpr std::size_t kLanes = 32;
   static constexpr __mmask32 kAll = ~__mmask32{0};
 
+  static constexpr std::size_t kTile = 8;
+
   static Sum add(Sum a, Sum b) {
     return {_mm512_add_ps(a.first, b.first), _mm512_add_ps(a.second, b.second)};
   }
+  static Sum zero() { return {_mm512_setzero_ps(), _mm512_setzero_ps()}; }
+  static Sum multiply_add(Sum sum, Sum a, Sum b) {
+    return {_mm512_fmadd_ps(a.first, b.first, sum.first),
+            _mm512_fmadd_ps(a.second, b.second, sum.second)};
+  }
+  static float total(Sum sum) { return _mm512_reduce_add_ps(_mm512_add_ps(sum.first, sum.second)); }
   static Sum load(const Storage* p) { return Convert::load(p, kAll); }
   static void store(Storage* p, Sum sum) { Convert::store(p, canonical(sum), kAll); }
   static Sum load_part(const Storage* p, std::size_t lanes) {
@@ -101,6 +110,9 @@ struct Float16Convert {
 
 const Isa kAvx512Isa = {"avx512",
                         {reduce<Vector<Float32Convert>>, reduce<Vector<Bfloat16Convert>>,
-                         reduce<Vector<Float16Convert>>}};
+                         reduce<Vector<Float16Convert>>},
+                        {product<Vector<Float32Convert>, Float32>,
+                         product<Vector<Bfloat16Convert>, Bfloat16>,
+                         product<Vector<Float16Convert>, Float16>}};
 
 }  // namespace tpk

@@ -5,6 +5,7 @@
 
 #include "convert.h"
 #include "isa.h"
+#include "product_vector.h"
 #include "reduce_vector.h"
 
 namespace tpk {
@@ -27,9 +28,15 @@ Sum8 canonical(Sum8 sum) { return {canonical(sum.first), canonical(sum.second)};
 struct Lanes8 {
   using Sum = Sum8;
   static constexpr std::size_t kLanes = 8;
+  static constexpr std::size_t kTile = 8;
   static Sum add(Sum a, Sum b) {
     return {vaddq_f32(a.first, b.first), vaddq_f32(a.second, b.second)};
   }
+  static Sum zero() { return {vdupq_n_f32(0), vdupq_n_f32(0)}; }
+  static Sum multiply_add(Sum sum, Sum a, Sum b) {
+    return {vfmaq_f32(sum.first, a.first, b.first), vfmaq_f32(sum.second, a.second, b.second)};
+  }
+  static float total(Sum sum) { return vaddvq_f32(vaddq_f32(sum.first, sum.second)); }
 };
 
 struct Float32Vector : Lanes8, OnCopy<Float32Vector, float> {
@@ -79,6 +86,8 @@ struct Float16Vector : Lanes8, OnCopy<Float16Vector, std::uint16_t> {
 }  // namespace
 
 const Isa kNeonIsa = {"neon",
-                      {reduce<Float32Vector>, reduce<Bfloat16Vector>, reduce<Float16Vector>}};
+                      {reduce<Float32Vector>, reduce<Bfloat16Vector>, reduce<Float16Vector>},
+                      {product<Float32Vector, Float32>, product<Bfloat16Vector, Bfloat16>,
+                       product<Float16Vector, Float16>}};
 
 }  // namespace tpk

@@ -39,6 +39,6 @@ struct Vector : OnCopy<Vector<Element>, typename Element::Storage> {
 }  // namespace
 
 const Isa kScalarIsa = {
-    "scalar", {reduce<Vector<Float32>>, reduce<Vector<Bfloat16>>, reduce<Vector<Float16>>}};
+    "scalar", {reduce<Vector<Float32>>, reduce<Vector<Bfloat16>>, reduce<Vector<Float16>>}, {}};
 
 }  // namespace tpk

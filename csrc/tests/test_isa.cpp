@@ -201,6 +201,63 @@ void order_and_bias() {
   }
 }
 
+// Against sums in double; any row alone has the bits it has among others; nothing else is touched.
+void products() {
+  Random random(3);
+  Fenced x_memory, w_memory, bias_memory, y_memory;
+  for (int round = 0; round < 1500; ++round) {
+    const Dtype dtype = kDtypes[round % 3];
+    const std::size_t size = size_of(dtype);
+    const std::size_t rows = 1 + random() % 17, columns = random() % 35;
+    const std::size_t depth = random() % (round % 5 ? 70 : 400);
+    // The space between rows holds NaN, and the last row ends with the memory.
+    const std::size_t ldx = depth + random() % 3, ldw = depth + random() % 3;
+    const auto place = [&](Fenced& memory, std::size_t count, std::size_t ld) {
+      const std::size_t bytes = count == 0 ? 0 : ((count - 1) * ld + depth) * size;
+      std::byte* start = memory.last(bytes);
+      std::fill(start, start + bytes, kPoison);
+      for (std::size_t row = 0; row < count; ++row) {
+        const Bytes data = random_values(dtype, depth, random);
+        std::copy(data.begin(), data.end(), start + row * ld * size);
+      }
+      return start;
+    };
+    const std::byte* x = place(x_memory, rows, ldx);
+    const std::byte* w = place(w_memory, columns, ldw);
+    const Bytes bias = random_values(dtype, columns, random);
+    std::byte* bias_at = std::copy(bias.begin(), bias.end(), bias_memory.last(bias.size())) -
+                         static_cast<std::ptrdiff_t>(bias.size());
+    const bool biased = random() % 2;
+    for (const Isa* isa : available_isas()) {
+      const ProductFunction product = isa->product[static_cast<int>(dtype)];
+      if (product == nullptr) continue;
+      const std::size_t bytes = rows * columns * size;
+      std::byte* y = y_memory.last(bytes);
+      std::fill(y - 64, y + bytes, kPoison);
+      product(x, ldx, w, ldw, biased ? bias_at : nullptr, y, rows, columns, depth);
+      CHECK(std::count(y - 64, y, kPoison) == 64);
+      for (std::size_t m = 0; m < rows; ++m) {
+        for (std::size_t n = 0; n < columns; ++n) {
+          double exact = biased ? decode(dtype, bias_at, n) : 0, magnitude = std::abs(exact);
+          for (std::size_t k = 0; k < depth; ++k) {
+            const double term = decode(dtype, x, m * ldx + k) * decode(dtype, w, n * ldw + k);
+            exact += term;
+            magnitude += std::abs(term);
+          }
+          const double bound = 1.01 * epsilon(dtype) * std::abs(exact) +
+                               std::ldexp(static_cast<double>(depth + 2), -24) * magnitude +
+                               std::ldexp(1, -25);
+          CHECK(std::abs(decode(dtype, y, m * columns + n) - exact) <= bound);
+        }
+        Bytes alone = poisoned(columns * size);
+        product(x + m * ldx * size, ldx, w, ldw, biased ? bias_at : nullptr, alone.data(), 1,
+                columns, depth);
+        CHECK(std::equal(alone.begin(), alone.end(), y + m * columns * size));
+      }
+    }
+  }
+}
+
 // What there should be, as the system lists it.
 void detection() {
   std::vector<std::string> names;
@@ -214,7 +271,7 @@ void detection() {
   const auto has = [&](const std::string& flag) {
     return (line + " ").find(" " + flag + " ") != std::string::npos;
   };
-  if (has("avx2") && has("f16c")) wanted.push_back("avx2");
+  if (has("avx2") && has("fma") && has("f16c")) wanted.push_back("avx2");
   if (has("avx512f") && has("avx512bw") && has("avx512dq") && has("avx512vl")) {
     wanted.push_back("avx512");
   }
@@ -247,4 +304,5 @@ int main() {
   order_and_bias();
   every_pattern();
   every_length();
+  products();
 }

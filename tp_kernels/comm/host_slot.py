@@ -146,6 +146,24 @@ class HostSlot:
             self._timeout,
         )
 
+    def linear(
+        self, operation: str, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor
+    ) -> None:
+        """out [M, N] = all_reduce(x [M, K] @ w [N, K]^T) + bias: a whole round, for few rows (_gemm.py)."""
+        self._raw.linear(
+            OPERATIONS[operation],
+            REDUCIBLE[x.dtype],
+            *out.shape,
+            x.shape[1],
+            x.data_ptr(),
+            x.stride(0),
+            w.data_ptr(),
+            w.stride(0),
+            out.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            self._timeout,
+        )
+
     def complete_rms_norm(
         self,
         operation: str,

@@ -7,36 +7,81 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from tp_kernels.comm.host_slot import REDUCIBLE
+from tp_kernels.comm.symmetric_memory import _host
+
+from ._op import rows_of
+
 Between = Callable[[], None] | None
 
 # Row blocks below this lose GEMM efficiency; more than a handful of blocks hides nothing more.
 MIN_BLOCK_ROWS = 128
 TARGET_BLOCKS = 4
 
+# Up to these, `_host.product` was faster than torch with one thread, weights in the cache or not (AVX-512,
+# with matrix units that torch uses for the 16-bit dtypes).
+_FEW_ROWS = {torch.float32: 16, torch.bfloat16: 8, torch.float16: 8}
+if _host is None or not _host.has_product():
+    _FEW_ROWS = {}
+
+
+def few_rows(x: Tensor, w: Tensor) -> bool:
+    """Whether `x` [M, K] @ `w` [N, K]^T is bound by reading `w`, which the engine does once for all rows."""
+    return (
+        x.shape[0] <= _FEW_ROWS.get(x.dtype, -1)
+        and x.is_cpu
+        and x.stride(1) == 1 == w.stride(1)
+        and torch.get_num_threads() == 1
+    )
+
+
+def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """x [M, K] @ w [N, K]^T + bias -> [M, N], into `out` (contiguous) if given. One rounding."""
+    if few_rows(x, w):
+        out = x.new_empty(x.shape[0], w.shape[0]) if out is None else out
+        _host.product(
+            x.data_ptr(),
+            x.stride(0),
+            w.data_ptr(),
+            w.stride(0),
+            0 if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            *out.shape,
+            x.shape[1],
+            REDUCIBLE[x.dtype],
+        )
+        return out
+    if out is None:
+        return torch.nn.functional.linear(x, w, bias)
+    if bias is None:
+        return torch.mm(x, w.t(), out=out)
+    return torch.addmm(bias, x, w.t(), out=out)
+
 
 def partial_product(
     xs: Sequence[Tensor], ws: Sequence[Tensor], out: Tensor | None = None
 ) -> Tensor:
     """sum_i xs[i] [M, K_i] @ ws[i] [N, K_i]^T -> [M, N], into `out` if given."""
-    out = torch.mm(xs[0], ws[0].t(), out=out) if out is not None else torch.mm(xs[0], ws[0].t())
+    out = linear(xs[0], ws[0], out=out)
     for x, w in zip(xs[1:], ws[1:], strict=True):
         out.addmm_(x, w.t())
     return out
 
 
-def products(x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
-    """x W_i^T + b_i; `biases` is empty or has one for each weight."""
+def linear_layers(x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
+    """What torch computes, bit by bit; `biases` is empty or has one for each weight."""
     if not biases:
         return [torch.nn.functional.linear(x, w) for w in ws]
     return [torch.nn.functional.linear(x, w, b) for w, b in zip(ws, biases, strict=True)]
 
 
-def linear_into(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out = x [M, K] @ w [N, K]^T + bias."""
-    if bias is None:
-        torch.mm(x, w.t(), out=out)
-    else:
-        torch.addmm(bias, x, w.t(), out=out)
+def products(x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
+    """x [..., K] W_i^T + b_i; `biases` is empty or has one for each weight."""
+    rows = rows_of(x)
+    return [
+        linear(rows, w, biases[i] if biases else None).view(*x.shape[:-1], w.shape[0])
+        for i, w in enumerate(ws)
+    ]
 
 
 def block_rows(rows: int, most: int) -> int:

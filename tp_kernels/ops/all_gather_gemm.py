@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tp_kernels.comm.group import ParallelGroup
 
-from ._gemm import block_rows, linear_into, part_blocks, products, starts
+from ._gemm import block_rows, linear, part_blocks, products, starts
 
 # Below this many rows a product is bound by reading the weight: gather first and read it once.
 GATHER_FIRST_ROWS = 64
@@ -134,4 +134,4 @@ def _rows_into(
     if x.shape[0]:
         for index, (w, y) in enumerate(zip(ws, ys, strict=True)):
             bias = biases[index] if biases else None
-            linear_into(x, w, bias, y[start : start + x.shape[0]])
+            linear(x, w, bias, y[start : start + x.shape[0]])

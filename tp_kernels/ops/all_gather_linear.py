@@ -16,7 +16,7 @@ from tp_kernels.comm.errors import UnsupportedError
 from tp_kernels.comm.group import ParallelGroup
 
 from . import all_gather_gemm, gemm_reduce_scatter
-from ._gemm import partial_product, products, weight_gradients
+from ._gemm import linear_layers, partial_product, weight_gradients
 from ._op import (
     bias_gradient,
     check_call,
@@ -78,7 +78,7 @@ def all_gather_linear(
 
 def dense(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
     """What the ranks compute together, on one process with unsplit tensors."""
-    return products(x, weights, biases)
+    return linear_layers(x, weights, biases)
 
 
 def _forward(

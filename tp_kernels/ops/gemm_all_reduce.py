@@ -17,7 +17,7 @@ from torch import Tensor
 from tp_kernels.comm.group import ParallelGroup
 from tp_kernels.comm.process_group import Pending, ordered_sum
 
-from ._gemm import Between, block_rows, blocks, partial_product
+from ._gemm import Between, block_rows, blocks, few_rows, partial_product
 from ._round import RoundReader
 
 
@@ -72,6 +72,9 @@ def host(
     out = xs[0].new_empty(rows, width)
     size = block_rows(rows, slot.capacity // max(1, width * dtype.itemsize))
     if rows <= size and between is None:  # decode: one block, no bookkeeping
+        if len(xs) == 1 and few_rows(xs[0], ws[0]):
+            slot.linear("linear_all_reduce", xs[0], ws[0], bias, out)
+            return out
         partial_product(xs, ws, slot.view(group.rank, slot.begin(), (rows, width), dtype))
         slot.complete("linear_all_reduce", rows, width, 0, out, bias)
         return out
