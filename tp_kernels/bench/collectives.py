@@ -21,7 +21,7 @@ from tp_kernels.comm.collectives import all_gather, all_reduce, reduce_scatter
 from tp_kernels.comm.host_slot import OPERATIONS, REDUCIBLE
 
 from .peers import Peers
-from .pool import Case, Pool, Work
+from .pool import Case, Pool, Work, check_worlds
 from .slices import collective_error, collective_sizes, pattern
 from .timing import Budget, Contestant, Measurement, Progress, Sample
 
@@ -47,6 +47,7 @@ class Settings:
 
 def run(settings: Settings, peers: Peers, progress: Progress) -> list[dict[str, Any]]:
     """One row per op, dtype, world size and number of bytes; `peers` records who did not run."""
+    check_worlds(settings.worlds)
     for size in settings.sizes:
         for dtype in settings.dtypes:
             if size < 1 or size % getattr(torch, dtype).itemsize:
@@ -114,7 +115,10 @@ class Buffers:
         self.rank, self.world = group.rank, group.size
         dtype = getattr(torch, self.dtype)
         self.numel = case["bytes"] // dtype.itemsize
-        inputs, outputs, self.counts = collective_sizes(self.op, self.numel, self.world, self.rank)
+        self.width = case.get("width", 1)
+        inputs, outputs, self.counts = collective_sizes(
+            self.op, self.numel, self.world, self.rank, self.width
+        )
         self.x = torch.empty(inputs, dtype=dtype)
         self.out = self.x if self.op == "all_reduce" else torch.empty(outputs, dtype=dtype)
         self.fill()
@@ -150,6 +154,7 @@ class Buffers:
             self.rank,
             self.dtype,
             lambda start, stop: self.out[start:stop].float().numpy(),
+            self.width,
         )
 
 
@@ -165,12 +170,14 @@ def ours(group: ParallelGroup, case: Case, via: Callable[[ParallelGroup, Buffers
 
 def through_python(group: ParallelGroup, buffers: Buffers) -> Call:
     """The public functions."""
-    x, out = buffers.x, buffers.out
     if buffers.op == "all_reduce":
-        return lambda: all_reduce(x, group, out)
+        x = buffers.x
+        return lambda: all_reduce(x, group, x)
+    x, out = (t.view(t.numel() // buffers.width, buffers.width) for t in (buffers.x, buffers.out))
     if buffers.op == "reduce_scatter":
         return lambda: reduce_scatter(x, group, out)
-    return lambda: all_gather(x, group, rows=buffers.numel, out=out)
+    rows = buffers.numel // buffers.width
+    return lambda: all_gather(x, group, rows=rows, out=out)
 
 
 def through_engine(group: ParallelGroup, buffers: Buffers) -> Call:

@@ -17,8 +17,9 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from tp_kernels.bench import products, slices
@@ -59,7 +60,11 @@ class DeepSpeed:
         # 2: AVX-512, which its bfloat16 needs; 1: AVX2, enough for float32.
         self.level = module.vector_kernel_level() if hasattr(module, "vector_kernel_level") else 1
         self.all_reduce = torch.ops.deepspeed.inference_all_reduce_
+        self.token = torch.zeros(16)
         self.versions = {"deepspeed": deepspeed.__version__, "deepspeed torch": torch.__version__}
+
+    def meet(self) -> None:
+        self.all_reduce(self.token)
 
     def collective(self, op: str, dtype: str, numel: int) -> Calls | str:
         import torch
@@ -98,6 +103,9 @@ class OpenMPI:
         library = MPI.Get_library_version().split(",")[0].removeprefix("Open MPI v")
         self.versions = {"openmpi": library, "mpi4py": mpi4py.__version__}
 
+    def meet(self) -> None:
+        self.comm.Barrier()
+
     def collective(self, op: str, dtype: str, numel: int) -> Calls | str:
         import numpy as np
 
@@ -135,6 +143,9 @@ class OpenMPI:
         total = y.clone()
         source, target = y.view(-1).numpy(), total.view(-1).numpy()
         return lambda: self.comm.Allreduce(source, target, self.mpi.SUM), total
+
+
+PEERS: dict[str, Callable[[int, int], Any]] = {"deepspeed": DeepSpeed, "openmpi": OpenMPI}
 
 
 def linear_all_reduce(peer: Any, rows: int, hidden: int) -> Calls:
@@ -176,8 +187,8 @@ def prepare(peer: Any, case: dict[str, Any]) -> Calls | str:
     return linear_all_reduce(peer, case["rows"], case["hidden"])
 
 
-def serve(peer: Any, stream: Any) -> None:
-    """Answer requests until the driver says goodbye or is gone."""
+def serve(peer: Any, stream: Any) -> bool:
+    """Answer requests; True when the driver says goodbye, False when it is gone."""
     work: Calls | None = None
     for line in stream:
         request = json.loads(line)
@@ -189,15 +200,19 @@ def serve(peer: Any, stream: Any) -> None:
                 work = None if isinstance(made, str) else made
             elif request["do"] == "slice":
                 assert work is not None
-                reply["seconds"] = slices.timed_calls(work[0], request["calls"], request["warm"])
+                reply["seconds"] = slices.timed_calls(
+                    work[0], request["calls"], request["warm"], peer.meet
+                )
                 reply["error"] = work[1]() if request["check"] else None
             elif request["do"] == "finish":
                 work = None
             else:
-                return
+                return True
         except Exception as failure:
             reply = {"failed": f"{type(failure).__name__}: {failure}"}
-        send(stream, reply)
+        with suppress(OSError):
+            send(stream, reply)
+    return False
 
 
 def send(stream: Any, reply: dict[str, Any]) -> None:
@@ -206,7 +221,7 @@ def send(stream: Any, reply: dict[str, Any]) -> None:
 
 
 def end_with(driver: int, directory: str) -> None:
-    """When the driver is gone, remove what it made for its peers, and end, also in the middle of a call."""
+    """When the driver is gone, clean up after it, also in the middle of a call."""
     try:
         gone = os.pidfd_open(driver)
         poll = select.poll()
@@ -215,9 +230,15 @@ def end_with(driver: int, directory: str) -> None:
     except OSError:
         if os.path.exists(f"/proc/{driver}"):
             return
+    clean_up(directory)
+
+
+def clean_up(directory: str) -> NoReturn:
+    """Remove what the driver made for its peers, and end."""
     for name in glob.glob(f"/dev/shm/*{Path(directory).name}*"):
         if os.path.isfile(name):
-            os.unlink(name)
+            with suppress(OSError):  # another rank was faster
+                os.unlink(name)
     shutil.rmtree(directory, ignore_errors=True)
     os._exit(1)
 
@@ -232,16 +253,15 @@ def main() -> None:
     stream = connection.makefile("rwb")
     try:
         rank = int(os.environ.get("TPK_BENCH_RANK", "0"))
-        peer: Any = {"deepspeed": DeepSpeed, "openmpi": OpenMPI}[settings["name"]](
-            rank, settings["world"]
-        )
+        peer = PEERS[settings["name"]](rank, settings["world"])
     except ImportError as failure:
         send(stream, {"failed": f"not installed here: {failure}"})
         return
     if settings["cores"]:
         os.sched_setaffinity(0, settings["cores"][peer.rank])
     send(stream, {"rank": peer.rank, "world": peer.world, "versions": peer.versions})
-    serve(peer, stream)
+    if not serve(peer, stream):
+        clean_up(settings["directory"])
 
 
 if __name__ == "__main__":

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tp_kernels.comm import ParallelGroup, Ranks
+from tp_kernels.comm import ParallelGroup, Ranks, ShapeError, barrier
 
 from .slices import timed_calls
 from .timing import RankSlice
@@ -65,6 +65,13 @@ class PoolContestant:
         self._ranks.run(finish, self.name)
 
 
+def check_worlds(worlds: Sequence[int]) -> None:
+    """One rank has nobody to exchange with."""
+    for world in worlds:
+        if world < 2:
+            raise ShapeError(f"{world} rank communicates nothing; measure 2 ranks or more")
+
+
 def cores_of(rank: int, threads: int, usable: list[int]) -> set[int]:
     """Cores of a rank: its own as long as there are enough, then shared evenly."""
     return {usable[(rank * threads + thread) % len(usable)] for thread in range(threads)}
@@ -85,9 +92,14 @@ def set_up(bind: bool, threads: int) -> None:
     _group = ParallelGroup()
 
 
-def prepare(name: str, build: Builder, case: Case) -> str | None:
+def group_of_rank() -> ParallelGroup:
+    """The group of the pool, in one of its ranks."""
     assert _group is not None
-    work = build(_group, case)
+    return _group
+
+
+def prepare(name: str, build: Builder, case: Case) -> str | None:
+    work = build(group_of_rank(), case)
     if isinstance(work, str):
         return work
     _works[name] = work
@@ -98,7 +110,7 @@ def run_slice(name: str, calls: int, warm: int, check: bool) -> RankSlice:
     work = _works[name]
     if work.start is not None:
         work.start()
-    seconds = timed_calls(work.call, calls, warm)
+    seconds = timed_calls(work.call, calls, warm, lambda: barrier(group_of_rank()))
     return RankSlice(seconds, work.check() if check else None)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SAMPLED_ROWS = 64
+SAMPLED_ROWS = 32
 
 
 def random(seed: int, *shape: int) -> Tensor:

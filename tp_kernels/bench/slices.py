@@ -28,10 +28,16 @@ def pattern(rank: int, start: int, stop: int) -> Any:
     return ((mixed >> np.uint32(24)).astype(np.float32) - np.float32(128)) / np.float32(64)
 
 
-def timed_calls(call: Callable[[], Any], calls: int, warm: int) -> list[float]:
-    """Seconds of each of `calls` calls, back to back, after `warm` more that bring ranks together."""
+def timed_calls(
+    call: Callable[[], Any], calls: int, warm: int, meet: Callable[[], Any]
+) -> list[float]:
+    """Seconds of each of `calls` calls, back to back, after `warm` more.
+
+    meet: brings the ranks together before the first timed call.
+    """
     for _ in range(warm):
         call()
+    meet()
     seconds = [0.0] * calls
     enabled = gc.isenabled()
     gc.disable()
@@ -51,9 +57,14 @@ def split_sizes(total: int, world: int) -> list[int]:
     return [total // world + (rank < total % world) for rank in range(world)]
 
 
-def collective_sizes(op: str, numel: int, world: int, rank: int) -> tuple[int, int, list[int]]:
-    """Elements of the input and of the output of `rank`, and of the part of each rank."""
-    counts = split_sizes(numel, world)
+def collective_sizes(
+    op: str, numel: int, world: int, rank: int, width: int = 1
+) -> tuple[int, int, list[int]]:
+    """Elements of the input and of the output of `rank`, and of the part of each rank.
+
+    width: elements of a row, which is not divided.
+    """
+    counts = [rows * width for rows in split_sizes(numel // width, world)]
     if op == "all_reduce":
         return numel, numel, counts
     if op == "reduce_scatter":
@@ -62,13 +73,19 @@ def collective_sizes(op: str, numel: int, world: int, rank: int) -> tuple[int, i
 
 
 def collective_error(
-    op: str, numel: int, world: int, rank: int, dtype: str, got: Callable[[int, int], Any]
+    op: str,
+    numel: int,
+    world: int,
+    rank: int,
+    dtype: str,
+    got: Callable[[int, int], Any],
+    width: int = 1,
 ) -> float:
     """Largest error of a collective of `pattern`, against float64, in units of what rounding explains.
 
     got(start, stop): those elements of the result, as float32. More than 1 is a wrong result.
     """
-    _, size, counts = collective_sizes(op, numel, world, rank)
+    _, size, counts = collective_sizes(op, numel, world, rank, width)
     if op == "all_gather":
         worst, position = 0.0, 0
         for owner, count in enumerate(counts):

@@ -154,13 +154,15 @@ class Measurement:
             self.absent[one.name] = why_not
             return
         self.samples[one.name] = Sample()
-        trial = statistics.median(self._slice(one, LEAST_CALLS, 1, check=True))
+        trial = self._slice(one, 1, 1, check=True)[0]
+        if trial < self._budget.seconds:
+            trial = statistics.median(self._slice(one, LEAST_CALLS, 1, check=False))
         self._calls[one.name] = calls_for(trial, self._budget.seconds)
         self._running.append(one)
 
     def _turn(self, one: Contestant, last: bool = False) -> None:
         calls = self._calls[one.name]
-        seconds = self._slice(one, calls, 1 if calls == 1 else 2, check=last)
+        seconds = self._slice(one, calls, 0 if calls == 1 else 2, check=last)
         self.samples[one.name].seconds += seconds
 
     def _last_turn(self, one: Contestant) -> None:

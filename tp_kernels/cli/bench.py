@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -120,7 +121,6 @@ def collectives(
         tp-kernels bench collectives --output results --json results/today.json
     """
     from tp_kernels.bench import collectives as work
-    from tp_kernels.bench import report
     from tp_kernels.bench.peers import Peers
     from tp_kernels.bench.timing import Budget
 
@@ -139,7 +139,124 @@ def collectives(
     others = Peers(
         peers, without=_choices("--without", without, work.PEERS), slice_seconds=peer_timeout
     )
-    _run("collectives", work.run, settings, others, report.show_collectives, json, output)
+    _run("collectives", work.run, settings, others, json, output)
+
+
+@bench_app.command()
+def linear(
+    op: Annotated[
+        str,
+        typer.Option(
+            help="Comma list of linear_all_reduce, linear_reduce_scatter, all_gather_linear, "
+            "copy_linear."
+        ),
+    ] = "linear_all_reduce,linear_reduce_scatter,all_gather_linear,copy_linear",
+    way: Annotated[str, typer.Option("--pass", help="Comma list of forward, backward.")] = (
+        "forward,backward"
+    ),
+    hidden: Annotated[
+        str, typer.Option(help="Hidden sizes. Default: 512,1024,2048,4096; --quick: 512.")
+    ] = "",
+    rows: Annotated[
+        str, typer.Option(help="Rows M. Default: 1,4,16,128,512,2048; --quick: 1,128.")
+    ] = "",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    world: WorldOption = "2",
+    threads: ThreadsOption = 1,
+    bind: BindOption = True,
+    rounds: RoundsOption = None,
+    seconds: SecondsOption = None,
+    quick: QuickOption = False,
+    without: WithoutOption = "",
+    peers: PeersOption = None,
+    peer_timeout: TimeoutOption = 60.0,
+    json: JsonOption = None,
+    output: OutputOption = None,
+) -> None:
+    """The four fused ops against their limits: product alone, collective alone, one after the other.
+
+    E is the share of the communication that is hidden; ideal is max(product, collective) / fused.
+    Row-parallel ops have x \\[M, H/W] and W \\[H, H/W], column-parallel ops x \\[M, H] and
+    W \\[H/W, H]. Peers take part in the forward of linear_all_reduce: torch.mm, then their all-reduce.
+
+        tp-kernels bench linear --quick
+        tp-kernels bench linear --op linear_all_reduce --pass forward --hidden 2048 --rows 1,16
+        tp-kernels bench linear --output results
+    """
+    from tp_kernels.bench import linear as work
+    from tp_kernels.bench.collectives import ALL_DTYPES
+    from tp_kernels.bench.peers import Peers
+    from tp_kernels.bench.timing import Budget
+
+    budget = Budget(2, 0.01) if quick else Budget(3, 0.03)
+    (kind,) = _choices("--dtype", dtype, ALL_DTYPES)[:1]
+    settings = work.Settings(
+        ops=_choices("--op", op, tuple(work.OPS)),
+        passes=_choices("--pass", way, work.PASSES),
+        hidden=_numbers("--hidden", hidden or ("512" if quick else "512,1024,2048,4096")),
+        rows=_numbers("--rows", rows or ("1,128" if quick else "1,4,16,128,512,2048")),
+        dtype=kind,
+        worlds=_numbers("--world", world),
+        threads=threads,
+        bind=bind,
+        budget=Budget(rounds or budget.rounds, seconds or budget.seconds),
+    )
+    absent = _choices("--without", without, ("gloo", *work.PEERS))
+    others = Peers(peers, without=absent, slice_seconds=peer_timeout)
+    _run("linear", work.run, settings, others, json, output)
+
+
+@bench_app.command()
+def block(
+    part: Annotated[
+        str, typer.Option(help="Comma list of mlp, attention, block.")
+    ] = "mlp,attention,block",
+    way: Annotated[
+        str, typer.Option("--pass", help="Comma list of forward, forward+backward.")
+    ] = "forward,forward+backward",
+    hidden: Annotated[
+        str,
+        typer.Option(
+            help="576 (like SmolLM2-135M), 2048 (like Llama-3.2-1B). Default: both; --quick: 576."
+        ),
+    ] = "",
+    rows: Annotated[
+        str,
+        typer.Option(help="Tokens; 1 is a decoding step. Default: 1,128,512; --quick: 1,128."),
+    ] = "",
+    world: WorldOption = "2",
+    threads: ThreadsOption = 1,
+    bind: BindOption = True,
+    rounds: RoundsOption = None,
+    seconds: SecondsOption = None,
+    quick: QuickOption = False,
+    json: JsonOption = None,
+    output: OutputOption = None,
+) -> None:
+    """MLP, attention and a whole transformer block, split over ranks and on one process.
+
+    The unsplit layer runs on one process with one thread, and with as many threads as there are
+    ranks. Every result and gradient is checked against float64.
+
+        tp-kernels bench block --quick
+        tp-kernels bench block --hidden 2048 --rows 1,512 --output results
+    """
+    from tp_kernels.bench import block as work
+    from tp_kernels.bench.peers import Peers
+    from tp_kernels.bench.timing import Budget
+
+    budget = Budget(2, 0.02) if quick else Budget(5, 0.05)
+    settings = work.Settings(
+        parts=_choices("--part", part, work.PARTS),
+        passes=_choices("--pass", way, work.PASSES),
+        hidden=_numbers("--hidden", hidden or ("576" if quick else "576,2048")),
+        rows=_numbers("--rows", rows or ("1,128" if quick else "1,128,512")),
+        worlds=_numbers("--world", world),
+        threads=threads,
+        bind=bind,
+        budget=Budget(rounds or budget.rounds, seconds or budget.seconds),
+    )
+    _run("block", work.run, settings, Peers(without=("deepspeed", "openmpi")), json, output)
 
 
 def _run(
@@ -147,12 +264,11 @@ def _run(
     measure: Callable[..., list[dict[str, Any]]],
     settings: Any,
     peers: Any,
-    show: Callable[[Console, Mapping[str, Any]], None],
     json: Path | None,
     output: Path | None,
 ) -> None:
     """Measure with a bar, print the table, write the files that were asked for."""
-    from tp_kernels.bench import plots, report
+    from tp_kernels.bench import plots, report, tables
     from tp_kernels.bench.environment import environment
 
     if output is not None:
@@ -162,10 +278,8 @@ def _run(
         results = measure(settings, peers, progress)
     facts["versions"] |= peers.versions
     found = report.document(kind, facts, asdict(settings), results, peers.not_run)
-    console = Console()
-    report.show_environment(console, found)
-    show(console, found)
-    report.show_not_run(console, found)
+    console = _console()
+    tables.show(console, found)
     if json is not None:
         report.write(json, found)
         _say(console, json)
@@ -178,7 +292,12 @@ def _run(
 def _compare(old: Path, new: Path) -> None:
     from tp_kernels.bench import compare, report
 
-    compare.show(Console(), report.load(old), report.load(new))
+    compare.show(_console(), report.load(old), report.load(new))
+
+
+def _console() -> Console:
+    """As wide as the terminal; a file or a pipe has no width to respect."""
+    return Console() if sys.stdout.isatty() else Console(width=140)
 
 
 def _say(console: Console, path: Path) -> None:
