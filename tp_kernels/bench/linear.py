@@ -24,7 +24,7 @@ from .timing import Budget, Contestant, Measurement, Progress
 PASSES = ("forward", "backward")
 HIDDEN = (512, 1024, 2048, 4096)
 ROWS = (1, 4, 16, 128, 512, 2048)
-GEMMS = ("gemm", "gemm linear", "gemm mv")
+GEMMS = ("gemm", "gemm linear", "gemm mv", "gemm few")
 PEERS = ("deepspeed", "openmpi")
 
 SERIAL_TARGET = 0.98  # never slower than products and collective one after the other
