@@ -31,6 +31,7 @@ class Fake:
             print("no luck today", flush=True)
             sys.exit(3)
         if self.mode == "mute":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             time.sleep(1000)
 
     def meet(self) -> None:
@@ -65,6 +66,11 @@ class Fake:
 
 
 if __name__ == "__main__":
-    os.setpgid(0, 0) if os.getpid() != os.getsid(0) else None  # like the ranks of a launcher
+    if os.getpid() != os.getsid(0):
+        os.setpgid(0, 0)  # as launchers do with their ranks
+    if os.environ.get("FAKE_PEER") == "unwatched":
+        peer_worker.end_with = print
+    if (os.environ.get("FAKE_PEER"), os.environ["TPK_BENCH_RANK"]) == ("wrong", "0"):
+        time.sleep(0.3)  # comes after rank 1
     peer_worker.PEERS = {"fake": Fake, "deepspeed": Fake, "openmpi": Fake}
     peer_worker.main()

@@ -34,12 +34,13 @@ def _nothing_left():
     assert set(peers._SHARED.glob("tpk-bench-*")) <= before, "a directory left"
 
 
-def fakes() -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if str(FAKE) in (process.info["cmdline"] or []):
-            found.append(process)
-    return found
+def fakes(argument: str = str(FAKE)) -> list[psutil.Process]:
+    """Processes that were started with `argument`."""
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if argument in (process.info["cmdline"] or [])
+    ]
 
 
 def fake(mode: str, **options: Any) -> Peer:
@@ -82,6 +83,19 @@ def test_a_peer_that_fails_is_reported_and_ended(mode, reason):
             assert not fakes(), "ended at once: its ranks may spin"
 
 
+def test_ranks_of_a_launcher_end_too(tmp_path):
+    """They have process groups of their own."""
+    command, variables = peers.commands(
+        "openmpi", environment_with_fakes(tmp_path) / "bin" / "python", 2
+    )
+    variables |= {"FAKE_PEER": "hang"}
+    with Peer("openmpi", command, 2, environment=variables, slice_seconds=1.0) as peer:
+        assert peer.prepare(CASE) is None
+        with pytest.raises(ContestantLost, match="timed out"):
+            peer.slice(20, 0, False)
+        assert not fakes()
+
+
 @pytest.mark.parametrize(
     ("mode", "reason"),
     [("early", "no luck today"), ("mute", "did not|came up|no answer")],
@@ -91,26 +105,41 @@ def test_a_peer_that_does_not_come_up_is_reported(mode, reason):
         fake(mode, start_seconds=2.0)
 
 
+def test_a_command_that_does_nothing_of_the_kind_is_ended():
+    program = "trap '' TERM; echo busy; while :; do sleep 0.1; done"
+    with pytest.raises(ContestantLost, match=r"0 of 1 ranks came up in 0\.5 s: busy"):
+        Peer("fake", [["sh", "-c", program]], 1, start_seconds=0.5)
+    assert not fakes(program)
+
+
 def test_a_command_that_is_missing_is_reported():
     with pytest.raises(ContestantLost, match="cannot be started"):
         Peer("fake", [["/nonexistent/mpirun"]], 1)
 
 
-def test_peers_end_with_their_driver():
-    """Also when it cannot clean up: killed."""
+@pytest.mark.parametrize("mode", ["good", "unwatched", "hang"])
+def test_peers_end_with_their_driver(mode):
+    """Also when it cannot clean up, and in the middle of a call."""
     program = (
-        "import sys, time; from tp_kernels.bench.peers import Peer; "
+        "from time import sleep; from tp_kernels.bench.peers import Peer; "
         f"peer = Peer('fake', [{COMMAND!r}] * 2, 2); peer.prepare({CASE!r}); "
-        "print('up', flush=True); time.sleep(1000)"
+        "print('up', flush=True); peer.slice(20, 0, False); sleep(1000)"
     )
-    driver = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    driver = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "FAKE_PEER": mode},
+    )
     assert driver.stdout is not None
     assert driver.stdout.readline() == b"up\n"
     assert len(fakes()) == 2
+    deadline = time.monotonic() + 5
+    while mode == "hang" and not any(map(ignores_term, fakes())):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
     driver.kill()
     driver.wait()
     driver.stdout.close()
-    deadline = time.monotonic() + 5
     while fakes() and time.monotonic() < deadline:
         time.sleep(0.02)
 

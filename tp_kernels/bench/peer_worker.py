@@ -113,7 +113,7 @@ class OpenMPI:
             return f"MPI has no {dtype}"
         inputs, outputs, counts = slices.collective_sizes(op, numel, self.world, self.rank)
         x = slices.pattern(self.rank, 0, inputs)
-        # Out of place: its usual form, and the faster one at the sizes where they differ.
+        # Out of place: its usual form.
         out = np.empty(outputs, np.float32)
         call: Callable[[], Any]
         if op == "all_reduce":

@@ -112,6 +112,7 @@ def show_linear(console: Console, report: Mapping[str, Any]) -> None:
             name
             for name in ("host", "chunked", "reference", "deepspeed", "openmpi")
             if any(name in row["contestants"] for row in rows)
+            and any(name != row["derived"]["fused"] for row in rows)  # else shown as fused
         ]
         columns = ("gemm", "comm", "serial", "fused", *others, "E", "ideal", "serial/f", "target")
         table = new_table("hidden", "rows", *columns, left=0)
