@@ -72,6 +72,15 @@ struct SlotHandle {
 using Timeout = std::optional<double>;
 using Counts = std::vector<std::uint64_t>;
 
+Counts scaled(Counts counts, std::uint64_t row) {
+  for (auto& count : counts) {
+    if (__builtin_mul_overflow(count, row, &count)) {
+      throw std::invalid_argument("counts are too large");
+    }
+  }
+  return counts;
+}
+
 ProductFunction product_of(const Isa& isa, std::uint32_t dtype) {
   if (dtype >= kReducibleDtypes || isa.product[dtype] == nullptr) {
     throw std::invalid_argument(std::string("there is no product of this dtype for ") + isa.name);
@@ -401,25 +410,27 @@ void bind_slot(py::module_& module) {
       .def(
           "reduce_scatter",
           [](SlotHandle& self, std::uint64_t in, std::uint64_t out, const Counts& counts,
-             std::uint32_t dtype, std::uint32_t op, Timeout timeout) {
+             std::uint32_t dtype, std::uint32_t op, Timeout timeout, std::uint64_t row) {
             self.slot.exclusive("reduce_scatter", [&] {
-              reduce_scatter(self.slot, pointer(in), pointer(out), counts, Dtype{dtype}, op,
+              reduce_scatter(self.slot, pointer(in), pointer(out), scaled(counts, row), Dtype{dtype}, op,
                              self.seconds(timeout));
             });
           },
           py::arg("input"), py::arg("out"), py::arg("counts"), py::arg("dtype"),
-          py::arg("op_code") = std::uint32_t{op_reduce_scatter}, no_timeout, Released())
+          py::arg("op_code") = std::uint32_t{op_reduce_scatter}, no_timeout, py::arg("row") = 1,
+          Released(), "counts: of `row` elements each.")
       .def(
           "all_gather",
           [](SlotHandle& self, std::uint64_t in, std::uint64_t out, const Counts& counts,
-             std::uint32_t dtype, std::uint32_t op, Timeout timeout) {
+             std::uint32_t dtype, std::uint32_t op, Timeout timeout, std::uint64_t row) {
             self.slot.exclusive("all_gather", [&] {
-              all_gather(self.slot, pointer(in), pointer(out), counts, Dtype{dtype}, op,
+              all_gather(self.slot, pointer(in), pointer(out), scaled(counts, row), Dtype{dtype}, op,
                          self.seconds(timeout));
             });
           },
           py::arg("input"), py::arg("out"), py::arg("counts"), py::arg("dtype"),
-          py::arg("op_code") = std::uint32_t{op_all_gather}, no_timeout, Released())
+          py::arg("op_code") = std::uint32_t{op_all_gather}, no_timeout, py::arg("row") = 1,
+          Released(), "counts: of `row` elements each.")
       .def(
           "barrier",
           [](SlotHandle& self, Timeout timeout) {

@@ -150,6 +150,12 @@ def _extent(x: Tensor) -> int:
     return (last + 1) * x.element_size()
 
 
+def _row(x: Tensor) -> int:
+    """Elements of a row."""
+    rows = x.shape[0]
+    return x.numel() // rows if rows else x.shape[1:].numel()
+
+
 def _copied(x: Tensor, out: Tensor | None) -> Tensor:
     """What one rank alone gets."""
     return x.clone() if out is None else x if out is x else out.copy_(x)
@@ -178,11 +184,10 @@ def _reduce_scatter(
     implementation: str,
     out: Tensor | None,
 ) -> Tensor:
-    x = x.contiguous()
-    row = x.shape[1:].numel()
+    x, row = x.contiguous(), _row(x)
     out = x.new_empty(counts[group.rank], *x.shape[1:]) if out is None else out
     if implementation == "host":
-        group.slot.reduce_scatter(x, out, [count * row for count in counts])
+        group.slot.reduce_scatter(x, out, counts, row)
         return out
     transport = group.transport
     transport.agree("reduce_scatter", x, x.shape[0], row)
@@ -201,11 +206,10 @@ def _all_gather(
     implementation: str,
     out: Tensor | None,
 ) -> Tensor:
-    x = x.contiguous()
-    row = x.shape[1:].numel()
+    x, row = x.contiguous(), _row(x)
     if implementation == "host":
         out = x.new_empty(sum(counts), *x.shape[1:]) if out is None else out
-        group.slot.all_gather(x, out, [count * row for count in counts])
+        group.slot.all_gather(x, out, counts, row)
         return out
     transport = group.transport
     transport.agree("all_gather", x, sum(counts), row)

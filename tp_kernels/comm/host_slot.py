@@ -27,7 +27,9 @@ OPERATIONS = {
     "all_gather_linear": 18,
     "all_reduce_rms_norm": 19,
 }
-_ALL_REDUCE = OPERATIONS["all_reduce"]
+_ALL_REDUCE, _REDUCE_SCATTER, _ALL_GATHER = (
+    OPERATIONS[name] for name in ("all_reduce", "reduce_scatter", "all_gather")
+)
 OPERATION_NAMES = {code: name for name, code in OPERATIONS.items()}
 
 
@@ -222,28 +224,29 @@ class HostSlot:
             source, target, x.numel(), REDUCIBLE[x.dtype], _ALL_REDUCE, self._timeout
         )
 
-    def reduce_scatter(self, x: Tensor, out: Tensor, counts: Sequence[int]) -> None:
-        """`counts` are elements per rank; `x` holds them one after the other."""
+    def reduce_scatter(self, x: Tensor, out: Tensor, counts: Sequence[int], row: int = 1) -> None:
+        """`counts` are rows per rank, of `row` elements; `x` holds them one after the other."""
         self._raw.reduce_scatter(
             x.data_ptr(),
             out.data_ptr(),
-            list(counts),
+            counts,
             REDUCIBLE[x.dtype],
-            OPERATIONS["reduce_scatter"],
+            _REDUCE_SCATTER,
             self._timeout,
+            row,
         )
 
-    def all_gather(self, x: Tensor, out: Tensor, counts: Sequence[int]) -> None:
-        """`counts` are elements per rank; any dtype."""
+    def all_gather(self, x: Tensor, out: Tensor, counts: Sequence[int], row: int = 1) -> None:
+        """`counts` are rows per rank, of `row` elements; any dtype."""
         code = _MOVABLE.get(x.dtype, _BYTES)
-        size = x.element_size() if code == _BYTES else 1
         self._raw.all_gather(
             x.data_ptr(),
             out.data_ptr(),
-            [count * size for count in counts],
+            counts,
             code,
-            OPERATIONS["all_gather"],
+            _ALL_GATHER,
             self._timeout,
+            row * x.element_size() if code == _BYTES else row,
         )
 
     def barrier(self) -> None:

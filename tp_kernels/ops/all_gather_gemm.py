@@ -84,7 +84,7 @@ def host(
     x = x.contiguous()
     if rows <= GATHER_FIRST_ROWS:
         whole = x.new_empty(rows, width)
-        slot.all_gather(x, whole, [count * width for count in counts])
+        slot.all_gather(x, whole, counts, width)
         return products(whole, ws, biases), whole if keep else None
     own = starts(counts)[group.rank]
     ys = [x.new_empty(rows, w.shape[0]) for w in ws]
