@@ -229,6 +229,26 @@ void bind_slot(py::module_& module) {
           },
           no_timeout, Released(), "Wait for credit; returns the index of the buffer to fill.")
       .def(
+          "fill",
+          [](SlotHandle& self, std::uint64_t source, std::uint64_t count, std::uint32_t dtype,
+             std::uint64_t kept, std::uint64_t kept_end) {
+            self.slot.exclusive("fill", [&] {
+              self.slot.fill(pointer(source), count, Dtype{dtype}, kept, kept_end);
+            });
+          },
+          py::arg("source"), py::arg("count"), py::arg("dtype"), py::arg("kept"),
+          py::arg("kept_end"), Released(),
+          "Copy to the buffer what peers will read; [kept, kept_end) is read at the source only.")
+      .def(
+          "fill_summands",
+          [](SlotHandle& self, std::uint64_t source, std::uint64_t count, std::uint32_t dtype) {
+            self.slot.exclusive("fill", [&] {
+              self.slot.fill_summands(pointer(source), count, Dtype{dtype});
+            });
+          },
+          py::arg("source"), py::arg("count"), py::arg("dtype"), Released(),
+          "`fill` for reduce_all.")
+      .def(
           "publish",
           [](SlotHandle& self, std::uint32_t op, std::uint32_t dtype, std::int64_t d0,
              std::int64_t d1, std::int64_t d2) {

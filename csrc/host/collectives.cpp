@@ -85,20 +85,15 @@ void all_reduce(Slot& slot, const void* in, void* out, std::uint64_t count, Dtyp
   check_reducible(dtype);
   check(slot, in, count, out, count);
   const std::uint64_t size = size_of(dtype);
-  const Tuning& tuning = slot.domain().tuning();
   const std::uint64_t piece_count = elements_per_piece(slot, dtype);
   // Zero elements are a round too: ranks that disagree about the length must find out.
   const std::uint64_t pieces = std::max<std::uint64_t>(1, divide_up(count, piece_count));
-  const bool streaming = count * size >= tuning.streaming;
+  const bool streaming = count * size >= slot.domain().tuning().streaming;
   const auto length = [&](std::uint64_t piece) {
     return std::min(piece_count, count - piece * piece_count);
   };
   const auto from = [&](std::uint64_t piece) {
     return static_cast<const std::byte*>(in) + piece * piece_count * size;
-  };
-  const auto shots_of = [&](std::uint64_t piece) {
-    if (shots != Shots::automatic) return shots;
-    return length(piece) * size >= tuning.two_shot ? Shots::two : Shots::one;
   };
   pipeline(
       slot, pieces, timeout,
@@ -106,22 +101,13 @@ void all_reduce(Slot& slot, const void* in, void* out, std::uint64_t count, Dtyp
         return Descriptor{op, static_cast<std::uint32_t>(dtype),
                           {static_cast<std::int64_t>(count), 0, static_cast<std::int64_t>(piece)}};
       },
-      [&](std::uint64_t piece, std::byte* buffer) {
-        const std::uint64_t bytes = length(piece) * size;
-        if (shots_of(piece) == Shots::one) return copy_bytes(buffer, from(piece), bytes);
-        // Peers read all but this rank's part.
-        const auto start = [&](int owner) {
-          return slot.part_start(owner, length(piece), dtype) * size;
-        };
-        const std::uint64_t after = start(slot.rank() + 1);
-        copy_bytes(buffer, from(piece), start(slot.rank()));
-        copy_bytes(buffer + after, from(piece) + after, bytes - after);
+      [&](std::uint64_t piece, std::byte*) {
+        slot.fill_summands(from(piece), length(piece), dtype, shots);
       },
       [&](std::uint64_t piece) {
         Reduction reduction{static_cast<std::byte*>(out) + piece * piece_count * size,
                             length(piece), dtype};
-        reduction.shots = shots_of(piece);
-        reduction.own = from(piece);
+        reduction.shots = shots;
         reduction.streaming = streaming;
         slot.reduce_all(reduction, timeout);
       });
@@ -146,16 +132,18 @@ void reduce_scatter(Slot& slot, const void* in, void* out, const std::vector<std
       slot, pieces, timeout,
       [&](std::uint64_t piece) { return parts.descriptor(op, dtype, piece); },
       [&](std::uint64_t piece, std::byte* buffer) {
+        const int rank = slot.rank();
         for (int owner = 0; owner < slot.world(); ++owner) {
-          if (owner == slot.rank()) continue;  // nobody else reads that part
+          if (owner == rank) continue;  // nobody else reads that part
           copy_bytes(buffer + owner * share * size, from(owner, piece),
                      length(owner, piece) * size);
         }
+        slot.read_own_at(from(rank, piece), rank * share, dtype);
       },
       [&](std::uint64_t piece) {
         const int rank = slot.rank();
         slot.reduce(static_cast<std::byte*>(out) + piece * share * size, rank * share,
-                    length(rank, piece), dtype, {}, timeout, from(rank, piece));
+                    length(rank, piece), dtype, {}, timeout);
       });
 }
 

@@ -52,6 +52,7 @@ Slot::Slot(std::shared_ptr<Domain> domain, int index)
   seen_.assign(world(), round);
   credit_.assign(world(), round);
   sources_.resize(world());
+  own_.resize(buffers());
 }
 
 Signals& Slot::signals(int rank) const {
@@ -100,7 +101,41 @@ std::uint32_t Slot::begin(double timeout) {
                           "finish its round");
   }
   begun_ = true;
+  own_[fill_buffer_] = 0;
   return fill_buffer_;
+}
+
+void Slot::fill(const void* source, std::uint64_t count, Dtype dtype, std::uint64_t kept,
+                std::uint64_t kept_end) {
+  if (!begun_) throw std::logic_error("fill: no round was begun");
+  check_range(0, count, dtype);
+  if (kept > kept_end || kept_end > count) throw std::invalid_argument("fill: wrong range");
+  const std::uint64_t size = size_of(dtype);
+  const auto* from = static_cast<const std::byte*>(source);
+  std::byte* to = buffer(rank(), fill_buffer_);
+  copy_bytes(to, from, kept * size);
+  copy_bytes(to + kept_end * size, from + kept_end * size, (count - kept_end) * size);
+  read_own_at(source, 0, dtype);
+}
+
+void Slot::read_own_at(const void* source, std::uint64_t index, Dtype dtype) {
+  if (!begun_) throw std::logic_error("read_own_at: no round was begun");
+  own_[fill_buffer_] = reinterpret_cast<std::uintptr_t>(source) - index * size_of(dtype);
+}
+
+void Slot::fill_summands(const void* source, std::uint64_t count, Dtype dtype, Shots shots) {
+  std::uint64_t kept = 0, kept_end = 0;
+  if (takes_two_shots(count * size_of(dtype), true, shots)) {
+    kept = part_start(rank(), count, dtype);
+    kept_end = part_start(rank() + 1, count, dtype);
+  }
+  fill(source, count, dtype, kept, kept_end);
+}
+
+bool Slot::takes_two_shots(std::uint64_t bytes, bool filled, Shots shots) const {
+  if (shots != Shots::automatic) return shots == Shots::two;
+  const Tuning& tuning = domain_->tuning();
+  return bytes >= (filled ? tuning.two_shot : tuning.two_shot_resident);
 }
 
 void Slot::publish(const Descriptor& descriptor) {
@@ -179,15 +214,14 @@ void Slot::check_range(std::uint64_t offset, std::uint64_t count, Dtype dtype) c
   }
 }
 
-void Slot::sum(void* out, std::uint64_t first, std::uint64_t count, Dtype dtype, Bias bias,
-               const void* own) {
+void Slot::sum(void* out, std::uint64_t first, std::uint64_t count, Dtype dtype, Bias bias) {
   const ReduceFunction reduce = domain_->isa().reduce[static_cast<std::uint32_t>(dtype)];
   const std::uint64_t size = size_of(dtype);
+  const std::uintptr_t own = own_[read_buffer_];
   const auto run = [&](std::uint64_t done, std::uint64_t length, const void* row) {
-    for (int peer = 0; peer < world(); ++peer) {
-      sources_[peer] = buffer(peer, read_buffer_) + (first + done) * size;
-    }
-    if (own != nullptr) sources_[rank()] = static_cast<const std::byte*>(own) + done * size;
+    const std::uint64_t offset = (first + done) * size;
+    for (int peer = 0; peer < world(); ++peer) sources_[peer] = buffer(peer, read_buffer_) + offset;
+    if (own != 0) sources_[rank()] = reinterpret_cast<const void*>(own + offset);
     reduce(sources_.data(), sources_.size(), row, static_cast<std::byte*>(out) + done * size,
            length);
   };
@@ -201,10 +235,10 @@ void Slot::sum(void* out, std::uint64_t first, std::uint64_t count, Dtype dtype,
 }
 
 void Slot::reduce(void* out, std::uint64_t offset, std::uint64_t count, Dtype dtype, Bias bias,
-                  double timeout, const void* own) {
+                  double timeout) {
   check_range(offset, count, dtype);
   wait_all(timeout);
-  sum(out, offset, count, dtype, bias, own);
+  sum(out, offset, count, dtype, bias);
 }
 
 std::uint64_t Slot::part_start(int owner, std::uint64_t count, Dtype dtype) const {
@@ -214,21 +248,19 @@ std::uint64_t Slot::part_start(int owner, std::uint64_t count, Dtype dtype) cons
 }
 
 void Slot::reduce_all(const Reduction& reduction, double timeout) {
-  const auto& [out, count, dtype, bias, shots, own, streaming] = reduction;
+  const auto& [out, count, dtype, bias, shots, streaming] = reduction;
   check_range(0, count, dtype);
   const std::uint64_t size = size_of(dtype);
   wait_all(timeout);
-  const bool two_shots = shots == Shots::two ||
-                         (shots == Shots::automatic &&
-                          count * size >= domain_->tuning().two_shot_resident);
-  if (!two_shots) return sum(out, 0, count, dtype, bias, own);
+  if (!takes_two_shots(count * size, own_[read_buffer_] != 0, shots)) {
+    return sum(out, 0, count, dtype, bias);
+  }
 
   // Only this rank reads its own part of its own buffer, so the sums can take its place.
   const std::uint32_t round = finished_ + 1;
   const std::uint64_t first = part_start(rank(), count, dtype);
   sum(buffer(rank(), read_buffer_) + first * size, first,
-      part_start(rank() + 1, count, dtype) - first, dtype, bias,
-      own == nullptr ? nullptr : static_cast<const std::byte*>(own) + first * size);
+      part_start(rank() + 1, count, dtype) - first, dtype, bias);
   raise(signals(rank()).reduced, round);
   for (int step = 0; step < world(); ++step) {
     const int owner = (rank() + step) % world();
@@ -252,7 +284,7 @@ void Slot::reduce_in_place(std::uint64_t count, Dtype dtype, double timeout) {
   for (std::uint64_t from = part_start(rank(), count, dtype); from < end;) {
     const std::uint64_t length = std::min(kInPlaceBytes / size, end - from);
     const std::byte* sums = buffer(rank(), read_buffer_) + from * size;
-    sum(buffer(rank(), read_buffer_) + from * size, from, length, dtype, {}, nullptr);
+    sum(buffer(rank(), read_buffer_) + from * size, from, length, dtype, {});
     for (int step = 1; step < world(); ++step) {
       const int peer = (rank() + step) % world();
       std::memcpy(buffer(peer, read_buffer_) + from * size, sums, length * size);

@@ -38,9 +38,6 @@ struct Reduction {
   Dtype dtype;
   Bias bias = {};
   Shots shots = Shots::automatic;
-  // Where this rank's summands are; null: in its buffer. In two shots peers do not read this rank's
-  // part of its buffer, so it need not be filled then.
-  const void* own = nullptr;
   bool streaming = false;  // write `out` around the caches
 };
 
@@ -84,6 +81,15 @@ class Slot {
 
   // Steps of a round. Rounds may overlap: up to `buffers` begun and not finished.
   std::uint32_t begin(double timeout);  // returns the index of the buffer to fill
+  // Fills the buffer with the `count` elements at `source`, which stay there unchanged until the round
+  // is finished: this rank reads them there, so that elements [kept, kept_end) need not be copied.
+  void fill(const void* source, std::uint64_t count, Dtype dtype, std::uint64_t kept,
+            std::uint64_t kept_end);
+  // Half of `fill`: this rank's element `index` of the round is at `source`, and so on.
+  void read_own_at(const void* source, std::uint64_t index, Dtype dtype);
+  // `fill` for reduce_all: keeps this rank's part if that will take two shots.
+  void fill_summands(const void* source, std::uint64_t count, Dtype dtype,
+                     Shots shots = Shots::automatic);
   void publish(const Descriptor& descriptor);
   void wait(int peer, double timeout);  // for the oldest round that is not finished
   void wait_all(double timeout);
@@ -94,9 +100,8 @@ class Slot {
   void settle(double timeout);
 
   // out[i] = sum over ranks of element offset + i of the oldest round, plus bias, rounded once.
-  // own: as in Reduction, from element `offset` on.
   void reduce(void* out, std::uint64_t offset, std::uint64_t count, Dtype dtype, Bias bias,
-              double timeout, const void* own = nullptr);
+              double timeout);
   // The same for elements 0..count, as one collective step: all ranks must call it.
   void reduce_all(const Reduction& reduction, double timeout);
 
@@ -130,10 +135,9 @@ class Slot {
                       WaitPolicy& policy, const char* what);
   void compare_descriptors(int peer) const;
   void check_range(std::uint64_t offset, std::uint64_t count, Dtype dtype) const;
-  // out[i] = sum over ranks of element first + i of the oldest round, plus bias; own: that element of
-  // this rank where it is not in its buffer.
-  void sum(void* out, std::uint64_t first, std::uint64_t count, Dtype dtype, Bias bias,
-           const void* own);
+  // out[i] = sum over ranks of element first + i of the oldest round, plus bias.
+  void sum(void* out, std::uint64_t first, std::uint64_t count, Dtype dtype, Bias bias);
+  bool takes_two_shots(std::uint64_t bytes, bool filled, Shots shots) const;
   void interrupt();
 
   std::shared_ptr<Domain> domain_;
@@ -153,6 +157,7 @@ class Slot {
 
   std::atomic<std::uint32_t> finished_;
   std::uint32_t read_buffer_ = 0;     // of round finished_ + 1
+  std::vector<std::uintptr_t> own_;   // by buffer: where this rank reads its element 0; 0: in it
   std::vector<std::uint32_t> seen_;   // by peer: the round whose descriptor was compared last
   std::vector<const void*> sources_;  // of `sum`, kept to allocate once
   WaitPolicy read_policy_;

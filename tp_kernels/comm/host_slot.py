@@ -6,6 +6,7 @@ Limits: CPU tensors; float32, bfloat16 and float16 for reductions, any dtype for
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,6 +55,7 @@ class HostSlot:
                 for rank in range(world)
             ]
         self._views: dict[tuple[Any, ...], Tensor] = {}
+        self._staging: list[Tensor] | None = None
 
     @property
     def seconds(self) -> float:
@@ -76,13 +78,42 @@ class HostSlot:
         if view is None:
             if len(self._views) > 4096:  # shapes that change for ever must not pile up
                 self._views.clear()
-            numel = 1
-            for size in shape:
-                numel *= size
             with torch.inference_mode(False):
-                view = self._bytes[rank][index][: numel * dtype.itemsize].view(dtype).view(shape)
+                nbytes = math.prod(shape) * dtype.itemsize
+                view = self._bytes[rank][index][:nbytes].view(dtype).view(shape)
             self._views[key] = view
         return view
+
+    def staging(self, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Private memory beside buffer `index`, to be filled and given to `fill`.
+
+        A product writes faster to memory that no other core reads: its stores would have to take every line
+        away from the peer first, and only a copy has enough of them under way at a time.
+        """
+        key = (-1, index, shape, dtype)
+        view = self._views.get(key)
+        if view is None:
+            if self._staging is None:
+                with torch.inference_mode(False):
+                    self._staging = [
+                        torch.empty(self.capacity, dtype=torch.uint8) for _ in self._bytes[0]
+                    ]
+            with torch.inference_mode(False):
+                nbytes = math.prod(shape) * dtype.itemsize
+                view = self._staging[index][:nbytes].view(dtype).view(shape)
+            self._views[key] = view
+        return view
+
+    def fill(self, source: Tensor, kept: int, kept_end: int) -> None:
+        """Copy to the buffer what peers read; elements [kept, kept_end) are this rank's alone.
+
+        `source` must not change before the round is finished.
+        """
+        self._raw.fill(source.data_ptr(), source.numel(), REDUCIBLE[source.dtype], kept, kept_end)
+
+    def fill_summands(self, source: Tensor) -> None:
+        """`fill` for `reduce_all`."""
+        self._raw.fill_summands(source.data_ptr(), source.numel(), REDUCIBLE[source.dtype])
 
     def publish(self, operation: str, dtype: torch.dtype, d0: int, d1: int, d2: int) -> None:
         """Release this round's buffer to the peers; they compare (operation, dtype, d0..d2)."""

@@ -75,13 +75,16 @@ def host(
         if len(xs) == 1 and few_rows(xs[0], ws[0]):
             slot.linear("linear_all_reduce", xs[0], ws[0], bias, out)
             return out
-        partial_product(xs, ws, slot.view(group.rank, slot.begin(), (rows, width), dtype))
+        block = slot.staging(slot.begin(), (rows, width), dtype)
+        partial_product(xs, ws, block)
+        slot.fill_summands(block)
         slot.complete("linear_all_reduce", rows, width, 0, out, bias)
         return out
     with RoundReader("linear_all_reduce", group) as reader:
         for start, stop in blocks(rows, size):
-            view = slot.view(group.rank, slot.begin(), (stop - start, width), dtype)
-            partial_product(xs if stop - start == rows else [x[start:stop] for x in xs], ws, view)
+            block = slot.staging(slot.begin(), (stop - start, width), dtype)
+            partial_product(xs if stop - start == rows else [x[start:stop] for x in xs], ws, block)
+            slot.fill_summands(block)
             slot.publish("linear_all_reduce", dtype, rows, width, start)
             reader.add(out[start:stop], None, bias)
         if between:

@@ -90,11 +90,13 @@ def host(
     with RoundReader("linear_reduce_scatter", group) as reader:
         for ranges in part_blocks(counts, size):
             sizes = [stop - start for start, stop in ranges]
-            view = slot.view(group.rank, slot.begin(), (sum(sizes), width), dtype)
-            _products(xs, ws, ranges, view)
+            block = slot.staging(slot.begin(), (sum(sizes), width), dtype)
+            _products(xs, ws, ranges, block)
             start, stop = ranges[group.rank]
+            own = sum(sizes[: group.rank]) * width
+            slot.fill(block, own, own + (stop - start) * width)
             slot.publish("linear_reduce_scatter", dtype, rows, width, ranges[0][0])
-            reader.add(out[start - first : stop - first], sum(sizes[: group.rank]) * width, bias)
+            reader.add(out[start - first : stop - first], own, bias)
         if between:
             between()
     return out
