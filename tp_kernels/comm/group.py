@@ -86,6 +86,9 @@ class ParallelGroup:
         self.decisions: dict[Any, Any] = {}  # what dispatch chose, by shape: see dispatch.py
         self._calls: Counter[tuple[str, str]] = Counter()
         self._closed = False
+        self.channels: weakref.WeakSet[Any] = (
+            weakref.WeakSet()
+        )  # they fail and close with the group
 
         self._obstacle: str | None = None
         self.rendezvous: Rendezvous | None = None
@@ -154,8 +157,18 @@ class ParallelGroup:
         assert self._transport is not None
         return self._transport
 
-    def run(self, operation: str, implementation: str, function: Callable[..., T], *args: Any) -> T:
-        """Call an implementation: count it, and turn transport faults into this package's errors."""
+    def run(
+        self,
+        operation: str,
+        implementation: str,
+        function: Callable[..., T],
+        *args: Any,
+        peer: int | None = None,
+    ) -> T:
+        """Call an implementation: count it, and turn transport faults into this package's errors.
+
+        peer: the only rank that the operation waits for, if it is one.
+        """
         if self._closed:
             raise UnsupportedError(f"{operation}: group '{self.name}' is closed")
         self._calls[operation, implementation] += 1
@@ -170,7 +183,7 @@ class ParallelGroup:
                 if implementation != "local":  # the peers wait for what this rank has not sent
                     self.fail(f"{operation}: {type(failure).__name__}: {failure}")
                 raise
-            error = error_from_process_group(failure, self, operation)
+            error = error_from_process_group(failure, self, operation, peer)
         self.fail(f"{operation}: {error}")
         raise error
 
@@ -184,6 +197,7 @@ class ParallelGroup:
             seconds += sum(slot.seconds for slot in self.memory.slots)
         if self._transport is not None:
             seconds += self._transport.seconds
+        seconds += sum(channel.seconds for channel in self.channels)
         return {"calls": calls, "seconds": seconds}
 
     def reset_stats(self) -> None:
@@ -193,16 +207,23 @@ class ParallelGroup:
                 slot.seconds = 0.0
         if self._transport is not None:
             self._transport.seconds = 0.0
+        for channel in self.channels:
+            channel.seconds = 0.0
 
     def fail(self, reason: str) -> None:
         """Tell the other ranks that this one cannot go on, so that they need not wait for it."""
         if self.memory is not None:
             self.memory.fail(reason[:180])
+        for channel in self.channels:
+            if channel.memory is not None:
+                channel.memory.fail(reason[:180])
 
     def close(self) -> None:
         """Leave the group in order. Local: it waits for nobody and may be called twice."""
         self._closed = True
         _groups.pop(self.name, None)
+        for channel in self.channels:
+            channel.leave()
         if self.memory is not None:
             self.memory.close()
 

@@ -26,6 +26,9 @@ OPERATIONS = {
     "linear_all_reduce": 16,
     "linear_reduce_scatter": 17,
     "all_gather_linear": 18,
+    "broadcast": 32,
+    "broadcast_object": 33,
+    "all_gather_object": 34,
 }
 OPERATION_NAMES = {code: name for name, code in OPERATIONS.items()}
 
@@ -143,8 +146,10 @@ class HostSlot:
         )
         self.seconds += perf_counter() - start
 
-    def all_gather(self, x: Tensor, out: Tensor, counts: Sequence[int]) -> None:
-        """`counts` are elements per rank; any dtype."""
+    def all_gather(
+        self, x: Tensor, out: Tensor, counts: Sequence[int], operation: str = "all_gather"
+    ) -> None:
+        """`counts` are elements per rank; any dtype. `x` may be this rank's place in `out`."""
         start = perf_counter()
         code = _MOVABLE.get(x.dtype, _BYTES)
         size = x.element_size() if code == _BYTES else 1
@@ -153,7 +158,7 @@ class HostSlot:
             out.data_ptr(),
             [count * size for count in counts],
             code,
-            OPERATIONS["all_gather"],
+            OPERATIONS[operation],
             self._timeout,
         )
         self.seconds += perf_counter() - start
