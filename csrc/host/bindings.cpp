@@ -12,6 +12,7 @@
 #include "collectives.h"
 #include "elementwise.h"
 #include "overlap.h"
+#include "ring.h"
 
 namespace py = pybind11;
 using namespace tpk;
@@ -164,25 +165,29 @@ void bind_domain(py::module_& module) {
                                               "One rank's membership in the group of a segment.")
       .def(py::init([](const SegmentHandle& segment, int rank, std::uint32_t world,
                        std::uint32_t slots, std::uint64_t capacity, std::uint32_t buffers,
-                       double timeout) {
+                       double timeout, std::uint32_t ring_cells, std::uint64_t ring_cell_bytes) {
              segment.use();
-             return std::make_shared<Domain>(segment.segment, rank,
-                                             Shape{world, slots, capacity, buffers}, timeout,
+             const Shape shape{world, slots, capacity, buffers, ring_cells, ring_cell_bytes};
+             return std::make_shared<Domain>(segment.segment, rank, shape, timeout,
                                              check_python_signals);
            }),
            py::arg("segment"), py::arg("rank"), py::arg("world"), py::arg("slots"),
-           py::arg("capacity"), py::arg("buffers"), py::arg("timeout"))
+           py::arg("capacity"), py::arg("buffers"), py::arg("timeout"), py::arg("ring_cells") = 0,
+           py::arg("ring_cell_bytes") = 0)
       .def_static(
           "format",
           [](const SegmentHandle& segment, std::uint32_t world, std::uint32_t slots,
              std::uint64_t capacity, std::uint32_t buffers, std::uint32_t epoch,
-             std::optional<std::array<std::uint64_t, 4>> tuning) {
+             std::optional<std::array<std::uint64_t, 4>> tuning, std::uint32_t ring_cells,
+             std::uint64_t ring_cell_bytes) {
             std::optional<Tuning> given;
             if (tuning) given = Tuning{(*tuning)[0], (*tuning)[1], (*tuning)[2], (*tuning)[3]};
-            Domain::format(segment.use(), Shape{world, slots, capacity, buffers}, epoch, given);
+            const Shape shape{world, slots, capacity, buffers, ring_cells, ring_cell_bytes};
+            Domain::format(segment.use(), shape, epoch, given);
           },
           py::arg("segment"), py::arg("world"), py::arg("slots"), py::arg("capacity"),
           py::arg("buffers"), py::arg("epoch") = 0, py::arg("tuning") = py::none(),
+          py::arg("ring_cells") = 0, py::arg("ring_cell_bytes") = 0,
           "Lay out a new segment; one rank does it before any rank makes its Domain. tuning: "
           "(two_shot, two_shot_resident, piece, streaming) in bytes.")
       .def("join", &Domain::join, Released())
@@ -459,6 +464,50 @@ void bind_slot(py::module_& module) {
           no_timeout, Released());
 }
 
+// Addresses and sizes in bytes, as Python gives the parts of a message.
+using Addresses = std::vector<std::pair<std::uint64_t, std::uint64_t>>;
+
+template <class Part>
+std::vector<Part> make_parts(const Addresses& addresses) {
+  std::vector<Part> parts;
+  parts.reserve(addresses.size());
+  for (const auto& [address, bytes] : addresses) parts.push_back({pointer(address), bytes});
+  return parts;
+}
+
+void bind_rings(py::module_& module) {
+  py::class_<RingSender>(module, "RingSender", "This rank's end of the ring to a peer.")
+      .def(py::init<std::shared_ptr<Domain>, int>(), py::arg("domain"), py::arg("peer"))
+      .def(
+          "send",
+          [](RingSender& self, const Addresses& parts, std::uint64_t tag, double timeout) {
+            self.send(make_parts<SendPart>(parts), tag, timeout);
+          },
+          py::arg("parts"), py::arg("tag"), py::arg("timeout"), Released(),
+          "Send a message made of [(address, bytes)]; waits only for free cells.");
+  py::class_<RingReceiver>(module, "RingReceiver", "This rank's end of the ring from a peer.")
+      .def(py::init<std::shared_ptr<Domain>, int>(), py::arg("domain"), py::arg("peer"))
+      .def("poll", &RingReceiver::poll, Released(),
+           "Whether a message has begun to arrive; never waits.")
+      .def(
+          "peek",
+          [](RingReceiver& self, std::optional<std::uint64_t> tag, double timeout) {
+            const Message message = self.peek(tag, timeout);
+            return std::pair(message.tag, message.bytes);
+          },
+          py::arg("tag"), py::arg("timeout"), Released(),
+          "Wait for a message; (tag, bytes left to read).")
+      .def(
+          "read",
+          [](RingReceiver& self, const Addresses& parts, std::optional<std::uint64_t> tag,
+             bool whole, double timeout) {
+            return self.read(make_parts<ReceivePart>(parts), tag, whole, timeout);
+          },
+          py::arg("parts"), py::arg("tag"), py::arg("whole"), py::arg("timeout"), Released(),
+          "Read into [(address, bytes)]; returns the bytes that were left before. Nothing is read if "
+          "they are fewer than asked for, or, with `whole`, more.");
+}
+
 void bind_elementwise(py::module_& module) {
   module.def(
       "rms_norm",
@@ -512,12 +561,15 @@ PYBIND11_MODULE(_host, module) {
   bind_segment(module);
   bind_domain(module);
   bind_slot(module);
+  bind_rings(module);
   module.def(
       "layout_bytes",
-      [](std::uint32_t world, std::uint32_t slots, std::uint64_t capacity, std::uint32_t buffers) {
-        return Layout(Shape{world, slots, capacity, buffers}).bytes();
+      [](std::uint32_t world, std::uint32_t slots, std::uint64_t capacity, std::uint32_t buffers,
+         std::uint32_t ring_cells, std::uint64_t ring_cell_bytes) {
+        return Layout(Shape{world, slots, capacity, buffers, ring_cells, ring_cell_bytes}).bytes();
       },
       py::arg("world"), py::arg("slots"), py::arg("capacity"), py::arg("buffers"),
+      py::arg("ring_cells") = 0, py::arg("ring_cell_bytes") = 0,
       "Size of a segment of this shape.");
   bind_elementwise(module);
   module.def("isa", [] { return select_isa().name; },

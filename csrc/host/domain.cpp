@@ -25,7 +25,8 @@ void check_size(const Segment& segment, const Layout& layout) {
 
 bool same(const Shape& a, const Shape& b) {
   return a.world == b.world && a.slots == b.slots && a.capacity == b.capacity &&
-         a.buffers == b.buffers;
+         a.buffers == b.buffers && a.ring_cells == b.ring_cells &&
+         a.ring_cell_bytes == b.ring_cell_bytes;
 }
 
 }  // namespace
@@ -45,6 +46,12 @@ void Domain::format(Segment& segment, const Shape& shape, std::uint32_t epoch,
       }
     }
   }
+  for (std::uint32_t ring = 0; ring < layout.ring_count(); ++ring) {
+    RingSignals& signals = *new (&layout.ring_signals(base, ring)) RingSignals{};
+    for (Signal* signal : {&signals.sent, &signals.received}) {
+      static_cast<void>(publish(*signal, epoch));
+    }
+  }
   control.version = kLayoutVersion;
   control.shape = shape;
   control.bytes = layout.bytes();
@@ -55,7 +62,8 @@ void Domain::format(Segment& segment, const Shape& shape, std::uint32_t epoch,
 Domain::Domain(std::shared_ptr<Segment> segment, int rank, const Shape& shape, double timeout,
                Hook hook)
     : segment_(std::move(segment)), rank_(rank), layout_(shape), timeout_(timeout),
-      hook_(std::move(hook)), isa_(&select_isa()), pid_(::getpid()), generation_(fork_generation()), claimed_(shape.slots) {
+      hook_(std::move(hook)), isa_(&select_isa()), pid_(::getpid()),
+      generation_(fork_generation()), claimed_(shape.slots), claimed_rings_(layout_.ring_count()) {
   check_size(*segment_, layout_);
   check_timeout(timeout);
   if (rank < 0 || rank >= world()) {
@@ -150,6 +158,12 @@ void Domain::wake_waiters() const {
     Signals& own = layout_.signals(base(), slot, rank_);
     for (Signal* signal : {&own.ready, &own.reduced, &own.done}) wake(*signal);
   }
+  if (layout_.ring_count() == 0) return;
+  for (int peer = 0; peer < world(); ++peer) {
+    if (peer == rank_) continue;
+    wake(layout_.ring_signals(base(), layout_.ring(rank_, peer)).sent);
+    wake(layout_.ring_signals(base(), layout_.ring(peer, rank_)).received);
+  }
 }
 
 void Domain::check_member(int slot, const char* op) const {
@@ -184,6 +198,15 @@ std::optional<std::string> Domain::loss(int peer) const {
   return std::nullopt;
 }
 
+void Domain::check_peer(const Signal& signal, std::uint32_t expected, const WaitFor& wait) const {
+  const auto reason = loss(wait.peer);
+  // What a peer published before it left is as good as ever, so the signal is read once more.
+  if (reason && !reached(observe(signal), expected)) {
+    throw Fault(FaultKind::peer_lost, wait.peer, wait.slot, wait.op, expected, observe(signal),
+                *reason);
+  }
+}
+
 std::uint32_t Domain::await(Signal& signal, std::uint32_t expected, double timeout,
                             WaitPolicy& policy, const WaitFor& wait) const {
   if (const std::uint32_t seen = observe(signal); reached(seen, expected)) return seen;
@@ -191,12 +214,7 @@ std::uint32_t Domain::await(Signal& signal, std::uint32_t expected, double timeo
   const auto on_slice = [&] {
     run_hook();
     check_member(wait.slot, wait.op);  // another thread may close this rank meanwhile
-    const auto reason = loss(wait.peer);
-    // What a peer published before it left is as good as ever, so the signal is read once more.
-    if (reason && !reached(observe(signal), expected)) {
-      throw Fault(FaultKind::peer_lost, wait.peer, wait.slot, wait.op, expected, observe(signal),
-                  *reason);
-    }
+    check_peer(signal, expected, wait);
   };
   if (wait_until(signal, expected, deadline, policy, on_slice)) return observe(signal);
   char seconds[32];
@@ -219,6 +237,15 @@ void Domain::claim(int slot) {
     throw std::logic_error("slot " + std::to_string(slot) + " is already in use by this rank");
   }
   claimed_[slot] = true;
+}
+
+void Domain::claim_ring(std::uint32_t ring) {
+  std::lock_guard lock(mutex_);
+  if (claimed_rings_.at(ring)) {
+    throw std::logic_error("this end of ring " + std::to_string(ring) +
+                           " is already in use by this rank");
+  }
+  claimed_rings_[ring] = true;
 }
 
 }  // namespace tpk

@@ -21,7 +21,7 @@ namespace tpk {
 
 // What a wait is for; it ends up in the fault when the wait fails.
 struct WaitFor {
-  int slot;
+  int slot;  // -1: a ring
   const char* op;
   int peer;
   const char* what;  // "did not ..."
@@ -59,9 +59,12 @@ class Domain {
   void run_hook() const {
     if (hook_) hook_();
   }
+  // Throws a Fault if `signal` has not come to `expected` and never will.
+  void check_peer(const Signal& signal, std::uint32_t expected, const WaitFor& wait) const;
 
   // A slot has one user: its counters would part ways with those in the segment.
   void claim(int slot);
+  void claim_ring(std::uint32_t ring);  // this rank's end of it
 
   int rank() const { return rank_; }
   int world() const { return static_cast<int>(layout_.shape().world); }
@@ -89,6 +92,7 @@ class Domain {
   bool open_ = false;
   std::mutex mutex_;
   std::vector<bool> claimed_;
+  std::vector<bool> claimed_rings_;
   std::vector<std::unique_ptr<ProcessWatch>> peers_;  // null: this process
 };
 

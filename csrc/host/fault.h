@@ -31,7 +31,7 @@ class Fault : public std::runtime_error {
 
   FaultKind kind;
   int peer;  // whom this rank waited for
-  int slot;  // -1: the group as a whole
+  int slot;  // -1: a ring, or the group as a whole
   std::string op;
   std::uint32_t expected;
   std::uint32_t seen;

@@ -8,11 +8,19 @@ from random import Random
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.oracle import digest, lay_out, poison
-from tp_kernels import ParallelGroup, ShapeError, split_range, split_sizes
-from tp_kernels.comm import all_gather, all_reduce, barrier, reduce_scatter
+from tp_kernels import (
+    GroupMismatchError,
+    ParallelGroup,
+    ShapeError,
+    UnsupportedError,
+    split_range,
+    split_sizes,
+)
+from tp_kernels.comm import all_gather, all_reduce, barrier, broadcast, reduce_scatter
 
 REDUCIBLE = (torch.float32, torch.bfloat16, torch.float16)
 EXACT = (torch.float64, torch.int64, torch.int32, torch.int16, torch.uint8, torch.complex64)
@@ -93,6 +101,48 @@ def gather_everything() -> None:
         parts = [draw(rank, (count, 3), torch.float32) for rank, count in enumerate(counts)]
         y = all_gather(parts[group.rank], group, counts=counts)
         assert digest(y) == digest(torch.cat(parts))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_broadcasts(world, size):
+    world(size).run(broadcast_everything)
+
+
+def broadcast_everything() -> None:
+    for group in groups():
+        for index, shape in enumerate(SHAPES):
+            for dtype in (*REDUCIBLE, *EXACT, *OPAQUE):
+                source = index % group.size
+                whole = draw(3, shape, dtype)
+                x = whole if group.rank == source else draw(4 + group.rank, shape, dtype)
+                x = lay_out(x, LAYOUTS[index % 4]) if shape and dtype in REDUCIBLE else x
+                before = x.clone()
+                poison(group)
+                y = broadcast(x, group, source)
+                assert digest(y) == digest(whole), (group, shape, dtype)
+                assert digest(x) == digest(before), "the input was changed"
+                assert y.data_ptr() != x.data_ptr() or y.numel() == 0
+        conjugate = torch.tensor([1 + 2j]).conj()
+        assert broadcast(conjugate, group).resolve_conj().tolist() == [1 - 2j]
+        with pytest.raises(UnsupportedError, match=f"source={group.size} is not a rank"):
+            broadcast(whole, group, group.size)
+
+
+@pytest.mark.parametrize("what", ["size", "dtype", "source"])
+@pytest.mark.parametrize("provider", ["host", "none"])
+def test_broadcasts_that_differ(world, provider, what):
+    for error in world(3).run(broadcast_differently, provider, what):
+        assert "GroupMismatchError: broadcast: ranks" in error
+
+
+def broadcast_differently(provider: str, what: str) -> str:
+    odd = dist.get_rank() == 1
+    x = torch.ones(5 if odd and what == "size" else 4)
+    x = x.bfloat16() if odd and what == "dtype" else x
+    with ParallelGroup(provider=provider, timeout=10) as group:
+        with pytest.raises(GroupMismatchError) as caught:
+            broadcast(x, group, source=2 if odd and what == "source" else 0)
+        return f"{type(caught.value).__name__}: {caught.value}"
 
 
 def test_sums_that_overflow_or_are_not_finite(world):

@@ -228,7 +228,7 @@ def ask_for_too_much() -> None:
 def test_ranks_that_ask_for_different_windows(world):
     for provider, reason in world(2).run(ask_differently):
         assert provider == "none"
-        assert "rank 0 asked for (world, slots, capacity, buffers)" in reason
+        assert "rank 0 asked for Shape(world=2, slots=1, capacity=4096, " in reason
 
 
 def ask_differently() -> tuple[str, str]:

@@ -47,6 +47,29 @@ def test_mutants_of_rounds_are_found(tmp_path, mutant):
     assert errors(tmp_path, "round.pml", "RANKS=2", mutant) > 0
 
 
+@pytest.mark.parametrize("defines", [("CELLS=3",), ("CELLS=2",), ("CELLS=1", "LONGEST=3")])
+def test_messages_arrive_in_order_and_whole(tmp_path, defines):
+    assert errors(tmp_path, "ring.pml", *defines) == 0
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        "NO_CREDIT",
+        "EXTRA_CREDIT",
+        "EARLY_PUBLISH",
+        "EARLY_CREDIT",
+        "CREDIT_AT_END",
+        "NO_EMPTY_CREDIT",
+        "EQUAL_COMPARE",
+        "PLAIN_COMPARE",
+        "CELL_BY_COUNT",
+    ],
+)
+def test_mutants_of_rings_are_found(tmp_path, mutant):
+    assert errors(tmp_path, "ring.pml", mutant) > 0
+
+
 def test_no_wake_up_is_lost(tmp_path):
     assert errors(tmp_path, "sleep.pml") == 0
 

@@ -1,6 +1,6 @@
 """How ranks of a group reach each other: groups, symmetric memory, collectives, errors."""
 
-from .collectives import all_gather, all_reduce, barrier, reduce_scatter
+from .collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
 from .errors import (
     BuildError,
     CollectiveTimeoutError,
@@ -13,6 +13,8 @@ from .errors import (
 from .group import ParallelGroup, as_group
 from .launch import RankError, Ranks, launch
 from .layout import split_range, split_sizes
+from .objects import all_gather_object, broadcast_object
+from .p2p import Message, P2PChannel
 from .symmetric_memory import SymmetricMemory
 from .symmetric_tensor import SymmetricTensor
 
@@ -20,6 +22,8 @@ __all__ = [
     "BuildError",
     "CollectiveTimeoutError",
     "GroupMismatchError",
+    "Message",
+    "P2PChannel",
     "ParallelGroup",
     "PeerLostError",
     "RankError",
@@ -30,9 +34,12 @@ __all__ = [
     "TpKernelsError",
     "UnsupportedError",
     "all_gather",
+    "all_gather_object",
     "all_reduce",
     "as_group",
     "barrier",
+    "broadcast",
+    "broadcast_object",
     "launch",
     "reduce_scatter",
     "split_range",

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .errors import ShapeError
+from .errors import ShapeError, UnsupportedError
 from .group import ParallelGroup
 from .host_slot import REDUCIBLE
 from .layout import split_range, split_sizes
@@ -86,6 +86,18 @@ def all_gather(
     return group.run(
         "all_gather", implementation, _all_gather, x, group, counts, implementation, out
     )
+
+
+def broadcast(x: Tensor, group: ParallelGroup, source: int = 0) -> Tensor:
+    """`x` of rank `source` on every rank, as a new tensor; any dtype.
+
+    Elsewhere only the shape and dtype of `x` count: all ranks must agree about them.
+    """
+    check_source("broadcast", source, group)
+    if group.size == 1:
+        return x.clone()
+    implementation = "host" if x.device.type == "cpu" and group.memory else "process_group"
+    return group.run("broadcast", implementation, _broadcast, x, group, source, implementation)
 
 
 def barrier(group: ParallelGroup) -> None:
@@ -216,6 +228,26 @@ def _all_gather(
     gathered = transport.all_gather(x.view(-1, row) if row else x, counts).wait()
     gathered = gathered.view(sum(counts), *x.shape[1:])
     return gathered if out is None else out.copy_(gathered)
+
+
+def _broadcast(x: Tensor, group: ParallelGroup, source: int, implementation: str) -> Tensor:
+    # What is not sent is not read: the others need not have initialised `x`.
+    mine = group.rank == source
+    out = x.detach().clone(memory_format=torch.contiguous_format) if mine else x.new_empty(x.shape)
+    if implementation == "host":
+        counts = [out.numel() if rank == source else 0 for rank in range(group.size)]
+        group.slot.all_gather(out, out, counts, operation="broadcast")
+    else:
+        group.transport.agree("broadcast", out, source, out.numel())
+        group.transport.broadcast(out, source)
+    return out
+
+
+def check_source(operation: str, source: int, group: ParallelGroup) -> None:
+    if not 0 <= source < group.size:
+        raise UnsupportedError(
+            f"{operation}: source={source} is not a rank of a group of {group.size}"
+        )
 
 
 def my_rows(x: Tensor, group: ParallelGroup) -> Tensor:

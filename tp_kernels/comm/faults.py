@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .group import ParallelGroup
 
 # A dying process closes its connections before it is seen to have ended.
-_LAST_BREATH_SECONDS = 0.5
+LAST_BREATH_SECONDS = 0.5
 _REPORT_SECONDS = 1.0  # ranks come to the same deadline at slightly different times
 
 _TRANSPORT_WORDS = re.compile(
@@ -34,10 +34,13 @@ def is_transport_failure(failure: BaseException) -> TypeGuard[RuntimeError]:
 
 
 def error_from_host(fault: Any, group: ParallelGroup, operation: str) -> TpKernelsError:
+    slot = f"slot {fault.slot}, " if fault.slot >= 0 else ""
     where = (
         f"{operation}: rank {group.rank} of group '{group.name}' waited for rank {fault.peer} "
-        f"(slot {fault.slot}, expected epoch {fault.expected}, seen {fault.seen})"
+        f"({slot}expected epoch {fault.expected}, seen {fault.seen})"
     )
+    if fault.kind == "mismatch" and not slot:
+        return tag_mismatch(group, operation, fault.detail)
     if fault.kind == "mismatch":
         return GroupMismatchError(
             f"{operation}: ranks {group.rank} and {fault.peer} of group '{group.name}' called with "
@@ -51,30 +54,41 @@ def error_from_host(fault: Any, group: ParallelGroup, operation: str) -> TpKerne
     return PeerLostError(f"{where}: {fault.detail}")
 
 
+def tag_mismatch(group: ParallelGroup, operation: str, detail: str) -> GroupMismatchError:
+    return GroupMismatchError(
+        f"{operation}: rank {group.rank} of group '{group.name}': {detail}; messages from one rank to "
+        "another arrive in the order in which they are sent"
+    )
+
+
 def error_from_process_group(
-    failure: Exception, group: ParallelGroup, operation: str
+    failure: Exception, group: ParallelGroup, operation: str, peer: int | None = None
 ) -> TpKernelsError:
-    """The process group does not say which rank it waited for: look at those on this host."""
+    """The process group does not say which rank it waited for: look at those on this host.
+
+    peer: the only rank that the operation waits for, if it is one.
+    """
     where = f"{operation}: rank {group.rank} of group '{group.name}'"
     text = str(failure).splitlines()[0]
     late = re.search(r"[Tt]imed? ?out", text)
-    dead, stopped = suspects(group.identities, group.rank)
-    patience = 0.0 if late else _LAST_BREATH_SECONDS
+    dead, stopped = suspects(group.identities, group.rank, peer)
+    patience = 0.0 if late else LAST_BREATH_SECONDS
     while not dead and patience > 0:
         sleep(0.01)
         patience -= 0.01
-        dead, stopped = suspects(group.identities, group.rank)
+        dead, stopped = suspects(group.identities, group.rank, peer)
     if dead:
         return PeerLostError(f"{where} lost {_ranks(dead)} (process ended): {text}")
     if stopped:
         return CollectiveTimeoutError(f"{where} waited for {_ranks(stopped)} (stopped): {text}")
     if late:
-        absent = not_waiting(group, operation)
+        absent = not_waiting(group, operation) if peer is None else [peer]
         whom = f"{_ranks(absent)} did not arrive" if absent else "all ranks wait, for each other"
         return CollectiveTimeoutError(
             f"{where} waited longer than {group.timeout:g} s for a rank of {group.ranks}; {whom}: {text}"
         )
-    return PeerLostError(f"{where} lost the connection to another rank of {group.ranks}: {text}")
+    whom = f"another rank of {group.ranks}" if peer is None else f"rank {peer}"
+    return PeerLostError(f"{where} lost the connection to {whom}: {text}")
 
 
 def not_waiting(group: ParallelGroup, operation: str) -> list[int]:
@@ -94,10 +108,14 @@ def not_waiting(group: ParallelGroup, operation: str) -> list[int]:
         return []
 
 
-def suspects(identities: list[HostIdentity], rank: int) -> tuple[list[int], list[int]]:
+def suspects(
+    identities: list[HostIdentity], rank: int, only: int | None = None
+) -> tuple[list[int], list[int]]:
     """Ranks on this host whose process has ended, and ranks whose process is stopped."""
     dead, stopped = [], []
     for peer, identity in enumerate(identities):
+        if only not in (None, peer):
+            continue
         if peer == rank or not identities[rank].same_processes(identity):
             continue
         state = process_state(identity.pid)

@@ -91,15 +91,15 @@ class ParallelGroup:
         self.rank = 0 if self.process_group is None else dist.get_rank(self.process_group)
         self.identities = [HostIdentity.current()]
         self.memory: SymmetricMemory | None = None
-        self.slot: (
-            HostSlot  # with `memory`: what this group's own operations use, one after the other
-        )
+        self.slot: HostSlot  # with `memory`: for this group's own operations, one after the other
         self._memories: weakref.WeakSet[SymmetricMemory] = weakref.WeakSet()  # of `new_memory`
-        self._memories_made = 0
         self._transport: ProcessGroupTransport | None = None
         self.decisions: dict[Any, Any] = {}  # what dispatch chose, by shape: see dispatch.py
         self.calls: defaultdict[tuple[str, str], int] = defaultdict(int)  # by (op, implementation)
         self._closed = False
+        self.channels: weakref.WeakSet[Any] = (
+            weakref.WeakSet()
+        )  # they fail and close with the group
 
         self.communication_thread = communication_thread is True
         self.overlap_reason = "communication_thread was given"
@@ -177,9 +177,7 @@ class ParallelGroup:
         """Another region of this group, which fails and closes with it. Collective."""
         if self.memory is None or self.rendezvous is None:
             raise UnsupportedError(f"no shared memory: {self.provider_reason}")
-        self._memories_made += 1
-        rendezvous = self.rendezvous.child(f"memory{self._memories_made}")
-        memory = SymmetricMemory(rendezvous, **options)
+        memory = SymmetricMemory(self.rendezvous.corner("memory"), **options)
         self._memories.add(memory)
         return memory
 
@@ -189,17 +187,33 @@ class ParallelGroup:
         assert self._transport is not None
         return self._transport
 
-    def run(self, operation: str, implementation: str, function: Callable[..., T], *args: Any) -> T:
-        """Call an implementation: count it, and turn transport faults into this package's errors."""
+    def run(
+        self,
+        operation: str,
+        implementation: str,
+        function: Callable[..., T],
+        *args: Any,
+        peer: int | None = None,
+    ) -> T:
+        """Call an implementation: count it, and turn transport faults into this package's errors.
+
+        peer: the only rank that the operation waits for, if it is one.
+        """
         if self._closed:
             raise UnsupportedError(f"{operation}: group '{self.name}' is closed")
         self.calls[operation, implementation] += 1
         try:
             return function(*args)
         except BaseException as failure:
-            self.fail_with(failure, operation, implementation)
+            self.fail_with(failure, operation, implementation, peer)
 
-    def fail_with(self, failure: BaseException, operation: str, implementation: str) -> NoReturn:
+    def fail_with(
+        self,
+        failure: BaseException,
+        operation: str,
+        implementation: str,
+        peer: int | None = None,
+    ) -> NoReturn:
         """Raise what `failure` of an operation means, and tell the peers if they have to know."""
         if self._closed:
             raise UnsupportedError(f"{operation}: group '{self.name}' is closed") from None
@@ -208,7 +222,7 @@ class ParallelGroup:
         if isinstance(failure, _HostFault):
             error: Exception = error_from_host(failure, self, operation)
         elif is_transport_failure(failure):
-            error = error_from_process_group(failure, self, operation)
+            error = error_from_process_group(failure, self, operation, peer)
         else:
             if implementation != "local":  # the peers wait for what this rank has not sent
                 self.fail(f"{operation}: {type(failure).__name__}: {failure}")
@@ -226,6 +240,7 @@ class ParallelGroup:
             seconds += sum(slot.seconds for slot in self.memory.slots)
         if self._transport is not None:
             seconds += self._transport.seconds
+        seconds += sum(channel.seconds for channel in self.channels)
         return {"calls": calls, "seconds": seconds}
 
     def reset_stats(self) -> None:
@@ -235,17 +250,24 @@ class ParallelGroup:
                 slot.reset_seconds()
         if self._transport is not None:
             self._transport.seconds = 0.0
+        for channel in self.channels:
+            channel.seconds = 0.0
 
     def fail(self, reason: str) -> None:
         """Tell the other ranks that this one cannot go on, so that they need not wait for it."""
         for memory in (self.memory, *self._memories):
             if memory is not None:
                 memory.fail(reason[:180])
+        for channel in self.channels:
+            if channel.memory is not None:
+                channel.memory.fail(reason[:180])
 
     def close(self) -> None:
         """Leave the group in order. Local: it waits for nobody and may be called twice."""
         self._closed = True
         _groups.pop(self.name, None)
+        for channel in self.channels:
+            channel.leave()
         for memory in (self.memory, *self._memories):
             if memory is not None:
                 memory.close()

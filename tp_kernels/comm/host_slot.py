@@ -27,10 +27,11 @@ OPERATIONS = {
     "linear_reduce_scatter": 17,
     "all_gather_linear": 18,
     "all_reduce_rms_norm": 19,
+    "broadcast": 32,
+    "broadcast_object": 33,
+    "all_gather_object": 34,
 }
-_ALL_REDUCE, _REDUCE_SCATTER, _ALL_GATHER = (
-    OPERATIONS[name] for name in ("all_reduce", "reduce_scatter", "all_gather")
-)
+_ALL_REDUCE, _REDUCE_SCATTER = OPERATIONS["all_reduce"], OPERATIONS["reduce_scatter"]
 OPERATION_NAMES = {code: name for name, code in OPERATIONS.items()}
 
 
@@ -267,15 +268,22 @@ class HostSlot:
             row,
         )
 
-    def all_gather(self, x: Tensor, out: Tensor, counts: Sequence[int], row: int = 1) -> None:
-        """`counts` are rows per rank, of `row` elements; any dtype."""
+    def all_gather(
+        self,
+        x: Tensor,
+        out: Tensor,
+        counts: Sequence[int],
+        row: int = 1,
+        operation: str = "all_gather",
+    ) -> None:
+        """`counts` are rows per rank, of `row` elements; any dtype. `x` may be its place in `out`."""
         code = _MOVABLE.get(x.dtype, _BYTES)
         self._raw.all_gather(
             x.data_ptr(),
             out.data_ptr(),
             counts,
             code,
-            _ALL_GATHER,
+            OPERATIONS[operation],
             self._timeout,
             row * x.element_size() if code == _BYTES else row,
         )

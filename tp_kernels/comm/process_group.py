@@ -77,6 +77,7 @@ class ProcessGroupTransport:
         self.deadline = timedelta(seconds=timeout)
         self.check = check
         self.seconds = 0.0
+        self.abandoned: list[Any] = []  # transfers nobody waits for, with their memory
 
     def agree(self, operation: str, x: Tensor, *sizes: int) -> None:
         """Raise GroupMismatchError on every rank if op, dtype or sizes differ anywhere.
@@ -127,6 +128,17 @@ class ProcessGroupTransport:
         if even:
             return Pending(self, work, table)
         return _Unpadded(self, work, table.view(self.size, largest, *x.shape[1:]), counts)
+
+    def broadcast(self, x: Tensor, source: int) -> None:
+        """Rank `source` of the group sends its contiguous `x` to the others, in place."""
+        if x.numel() == 0:
+            return
+        start = perf_counter()
+        memory = _raw(x.view(-1, 1))
+        dist.broadcast(memory, group=self.group, group_src=source, async_op=True).wait(
+            self.deadline
+        )
+        self.seconds += perf_counter() - start
 
     def barrier(self) -> None:
         start = perf_counter()

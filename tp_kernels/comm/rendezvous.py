@@ -5,6 +5,7 @@ Values are JSON or plain text: nothing read from the store is ever unpickled.
 
 from __future__ import annotations
 
+from collections import Counter
 from datetime import timedelta
 
 from torch.distributed import Store
@@ -21,12 +22,17 @@ class Rendezvous:
         self.rank = rank
         self.size = size
         self.timeout = timeout
+        self._corners: Counter[str] = Counter()
 
-    def child(self, label: str) -> Rendezvous:
-        """Another place to meet for the same ranks."""
-        return Rendezvous(
-            self._store, f"{self._prefix}/{label}", self.rank, self.size, self.timeout
-        )
+    def corner(self, name: str) -> Rendezvous:
+        """A new rendezvous of the same ranks, which all ask for it in the same order."""
+        self._corners[name] += 1
+        prefix = f"{self._prefix}/{name}{self._corners[name]}"
+        return Rendezvous(self._store, prefix, self.rank, self.size, self.timeout)
+
+    def next_index(self) -> int:
+        """A number that nothing else made over this store by these ranks has."""
+        return construction_index(self._store, self.rank)
 
     def put(self, key: str, value: str) -> None:
         self._store.set(f"{self._prefix}/{key}", value)
@@ -58,5 +64,5 @@ class Rendezvous:
 
 
 def construction_index(store: Store, rank: int) -> int:
-    """How many groups this rank has made over `store` before: equal on all ranks by contract."""
+    """How many groups and the like this rank has made over `store`: equal on all ranks by contract."""
     return store.add(f"tp_kernels/constructed/{rank}", 1)

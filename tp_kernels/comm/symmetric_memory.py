@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import BuildError, UnsupportedError
 from .host_slot import HostSlot
@@ -24,11 +24,24 @@ else:
     HOST_IMPORT_ERROR = None
 
 
+class Shape(NamedTuple):
+    """What a region holds; the same on all ranks. The sizes are those of csrc/include/tpk/layout.h."""
+
+    world: int
+    slots: int
+    capacity: int
+    buffers: int
+    ring_cells: int
+    ring_cell_bytes: int
+
+
 class SymmetricMemory:
     """A host region with `slots` slots; made collectively by all ranks of a group.
 
     Each slot gives every rank `buffers` buffers of `capacity` bytes. Capacity is fixed here; calls move
     longer messages in pieces, so nothing ever grows. Two operations in flight must use two slots.
+    With `ring_cells`, every ordered pair of ranks also has a ring of that many cells of
+    `ring_cell_bytes` bytes for messages; `slots` may then be 0.
     The segment has mode 0600, a random name that exists only until all ranks have mapped it, and its
     pages are reserved when it is made: a full /dev/shm is an error here, never a SIGBUS later.
     tuning: thresholds of rank 0 instead of the measured ones (csrc/host/tuning.h); for studies.
@@ -41,6 +54,8 @@ class SymmetricMemory:
         slots: int = 1,
         capacity: int = 2 << 20,
         buffers: int = 3,
+        ring_cells: int = 0,
+        ring_cell_bytes: int = 0,
         timeout: float | None = None,
         tuning: tuple[int, int, int, int] | None = None,
     ) -> None:
@@ -48,10 +63,10 @@ class SymmetricMemory:
             raise BuildError(f"tp_kernels._host is not built: {HOST_IMPORT_ERROR}")
         self.rank, self.world = rendezvous.rank, rendezvous.size
         self.timeout = rendezvous.timeout if timeout is None else timeout
-        shape = (self.world, slots, capacity, buffers)
+        shape = Shape(self.world, slots, capacity, buffers, ring_cells, ring_cell_bytes)
         self._segment = _map_segment(rendezvous, shape, tuning)
         self._domain = _host.Domain(
-            self._segment, self.rank, self.world, slots, capacity, buffers, self.timeout
+            self._segment, self.rank, timeout=self.timeout, **shape._asdict()
         )
         self._domain.join()
         self._domain.open_peers(self.timeout)
@@ -61,6 +76,9 @@ class SymmetricMemory:
             )
             for index in range(slots)
         ]
+        peers = [peer for peer in range(self.world) if peer != self.rank and ring_cells]
+        self.senders = {peer: _host.RingSender(self._domain, peer) for peer in peers}
+        self.receivers = {peer: _host.RingReceiver(self._domain, peer) for peer in peers}
 
     @property
     def tuning(self) -> dict[str, int]:
@@ -88,18 +106,16 @@ def host_obstacle(identities: list[HostIdentity]) -> str | None:
 
 
 def _map_segment(
-    rendezvous: Rendezvous,
-    shape: tuple[int, int, int, int],
-    tuning: tuple[int, int, int, int] | None,
+    rendezvous: Rendezvous, shape: Shape, tuning: tuple[int, int, int, int] | None
 ) -> Any:
     """Rank 0 creates, all map, rank 0 unlinks; either all ranks hold the segment or all raise."""
-    nbytes = _host.layout_bytes(*shape)
+    nbytes = _host.layout_bytes(**shape._asdict())
     segment, error = None, ""
     if rendezvous.rank == 0:
         name = f"/tpk-{secrets.token_hex(8)}"
         try:
             segment = _host.Segment.create(name, nbytes)
-            _host.Domain.format(segment, *shape, tuning=tuning)
+            _host.Domain.format(segment, **shape._asdict(), tuning=tuning)
         except OSError as failure:
             error = str(failure)
         rendezvous.put("segment", json.dumps({"name": name, "shape": shape, "error": error}))
@@ -107,9 +123,7 @@ def _map_segment(
         offer = json.loads(rendezvous.get("segment", owner=0))
         error = offer["error"]
         if not error and tuple(offer["shape"]) != shape:
-            error = (
-                f"rank 0 asked for (world, slots, capacity, buffers) {offer['shape']}, not {shape}"
-            )
+            error = f"rank 0 asked for {Shape(*offer['shape'])}, not {shape}"
         if not error:
             try:
                 segment = _host.Segment.open(offer["name"], nbytes)

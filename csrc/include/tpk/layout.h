@@ -1,10 +1,13 @@
 // Where things are in a symmetric segment:
 //
-//   Control | RankStatus[world] | slot 0 | slot 1 | ...
+//   Control | RankStatus[world] | slot 0 | slot 1 | ... | ring 0 -> 1 | ring 0 -> 2 | ...
 //   slot:       rank 0 | rank 1 | ...
 //   rank area:  Signals | Descriptor[buffers] | buffer 0 | buffer 1 | ...
+//   ring:       RingSignals | cell 0 | cell 1 | ...
+//   cell:       MessageHeader | ring_cell_bytes bytes
 //
-// Rank areas and buffers start on pages of their own. All offsets are 64-bit.
+// There is a ring for every ordered pair of ranks, or none at all. Rank areas, buffers and rings start
+// on pages of their own, cells on cache lines. All offsets are 64-bit.
 #pragma once
 
 #include <atomic>
@@ -24,8 +27,10 @@ inline constexpr std::uint64_t kPage = 4096;
 struct Shape {
   std::uint32_t world;
   std::uint32_t slots;
-  std::uint64_t capacity;  // bytes of one buffer
-  std::uint32_t buffers;   // per rank and slot
+  std::uint64_t capacity;        // bytes of one buffer
+  std::uint32_t buffers;         // per rank and slot
+  std::uint32_t ring_cells = 0;  // 0: no rings
+  std::uint64_t ring_cell_bytes = 0;
 };
 
 // Sizes in bytes from which ranks go another way; all ranks must go the same, see csrc/host/tuning.h.
@@ -66,28 +71,50 @@ struct Signals {
   Signal done;     // rounds read
 };
 
+struct RingSignals {
+  Signal sent;      // cells filled; written by the source
+  Signal received;  // cells read, the credit; written by the destination
+};
+
+// In the first cell of a message. The payload goes on in the cells that follow.
+struct alignas(64) MessageHeader {
+  std::uint64_t tag;
+  std::uint64_t bytes;  // of the payload
+};
+
 static_assert(sizeof(Control) == 128 && sizeof(RankStatus) == 256 && sizeof(Descriptor) == 64);
 
 class Layout {
  public:
   explicit Layout(const Shape& shape) : shape_(shape) {
     require(shape.world >= 1 && shape.world <= 1024, "world", "1..1024", shape.world);
-    require(shape.slots >= 1 && shape.slots <= 65536, "slots", "1..65536", shape.slots);
+    require(shape.slots >= (shape.ring_cells ? 0 : 1) && shape.slots <= 65536, "slots",
+            "1..65536, or 0 with rings", shape.slots);
     require(shape.buffers >= 1 && shape.buffers <= 64, "buffers", "1..64", shape.buffers);
     // Every rank's share of a reduce-scatter chunk must hold an element.
     require(shape.capacity >= 64 && shape.capacity / 64 >= shape.world / 8 &&
                 shape.capacity <= (std::uint64_t{1} << 44),
             "capacity", "64 bytes (8 per rank) to 2^44 bytes", shape.capacity);
+    require(shape.ring_cells <= 65536, "ring_cells", "0..65536", shape.ring_cells);
+    require((shape.ring_cells == 0) == (shape.ring_cell_bytes == 0) &&
+                shape.ring_cell_bytes <= (std::uint64_t{1} << 40),
+            "ring_cell_bytes", "1 to 2^40 bytes with rings, 0 without", shape.ring_cell_bytes);
     stride_ = round_up(shape.capacity, kPage);
     buffers_offset_ = round_up(sizeof(Signals) + shape.buffers * sizeof(Descriptor), kPage);
     area_ = buffers_offset_ + shape.buffers * stride_;
     slots_offset_ = round_up(sizeof(Control) + shape.world * sizeof(RankStatus), kPage);
-    std::uint64_t data = 0;
-    if (__builtin_mul_overflow(area_, std::uint64_t{shape.world} * shape.slots, &data) ||
-        data > static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max()) - slots_offset_) {
+    if (shape.ring_cells != 0) {
+      cell_stride_ = sizeof(MessageHeader) + round_up(shape.ring_cell_bytes, sizeof(MessageHeader));
+      ring_ = round_up(sizeof(RingSignals) + shape.ring_cells * cell_stride_, kPage);
+    }
+    std::uint64_t slots = 0, rings = 0;
+    if (__builtin_mul_overflow(area_, std::uint64_t{shape.world} * shape.slots, &slots) ||
+        __builtin_mul_overflow(ring_, std::uint64_t{ring_count()}, &rings) ||
+        __builtin_add_overflow(slots, slots_offset_, &rings_offset_) ||
+        __builtin_add_overflow(rings, rings_offset_, &bytes_) ||
+        bytes_ > static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max())) {
       throw std::invalid_argument("a segment of this shape is larger than 2^63 bytes");
     }
-    bytes_ = slots_offset_ + data;
   }
 
   const Shape& shape() const { return shape_; }
@@ -114,6 +141,27 @@ class Layout {
     return area(base, slot, rank) + buffers_offset_ + index * stride_;
   }
 
+  std::uint32_t ring_count() const {
+    return shape_.ring_cells ? shape_.world * (shape_.world - 1) : 0;
+  }
+
+  // Of two different ranks.
+  std::uint32_t ring(std::uint32_t source, std::uint32_t destination) const {
+    return source * (shape_.world - 1) + destination - (destination > source);
+  }
+
+  RingSignals& ring_signals(std::byte* base, std::uint32_t ring) const {
+    return *reinterpret_cast<RingSignals*>(base + rings_offset_ + ring * ring_);
+  }
+
+  MessageHeader& message_header(std::byte* base, std::uint32_t ring, std::uint32_t cell) const {
+    return *reinterpret_cast<MessageHeader*>(this->cell(base, ring, cell));
+  }
+
+  std::byte* payload(std::byte* base, std::uint32_t ring, std::uint32_t cell) const {
+    return this->cell(base, ring, cell) + sizeof(MessageHeader);
+  }
+
  private:
   static std::uint64_t round_up(std::uint64_t value, std::uint64_t unit) {
     return (value + unit - 1) / unit * unit;
@@ -130,11 +178,18 @@ class Layout {
     return base + slots_offset_ + (std::uint64_t{slot} * shape_.world + rank) * area_;
   }
 
+  std::byte* cell(std::byte* base, std::uint32_t ring, std::uint32_t cell) const {
+    return base + rings_offset_ + ring * ring_ + sizeof(RingSignals) + cell * cell_stride_;
+  }
+
   Shape shape_;
   std::uint64_t stride_ = 0;          // from one buffer to the next
   std::uint64_t buffers_offset_ = 0;  // of buffer 0 in a rank area
   std::uint64_t area_ = 0;            // size of a rank area
   std::uint64_t slots_offset_ = 0;
+  std::uint64_t cell_stride_ = 0;  // from one cell to the next
+  std::uint64_t ring_ = 0;         // size of a ring
+  std::uint64_t rings_offset_ = 0;
   std::uint64_t bytes_ = 0;
 };
 

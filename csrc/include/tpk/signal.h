@@ -8,6 +8,9 @@
 //   finish   publish `done`: this rank has read all it needs
 // Ready is not consumed: without the credit a producer could overwrite what a slow peer still reads,
 // and more buffers would only move that race to a later round.
+//
+// A ring from one rank to another does the same cell by cell: the source waits for credit (`received`),
+// fills the cell and publishes `sent`; the destination observes `sent`, reads and publishes `received`.
 #pragma once
 
 #include <atomic>
@@ -15,7 +18,7 @@
 
 namespace tpk {
 
-// A counter of rounds with one writer, alone on its cache line.
+// A counter of rounds or cells with one writer, alone on its cache line.
 struct alignas(64) Signal {
   std::atomic<std::uint32_t> value;    // also the futex word
   std::atomic<std::uint32_t> waiters;  // threads asleep on `value`, or about to be

@@ -1,0 +1,197 @@
+#include "ring.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+namespace tpk {
+namespace {
+
+template <class Part>
+std::uint64_t total_of(const std::vector<Part>& parts) {
+  std::uint64_t total = 0;
+  for (const Part& part : parts) {
+    if (part.data == nullptr && part.bytes != 0) {
+      throw std::invalid_argument("a null address with a size that is not zero");
+    }
+    if (__builtin_add_overflow(total, part.bytes, &total) ||
+        total > static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max())) {
+      throw std::invalid_argument("the parts of a message are larger than 2^63 bytes");
+    }
+  }
+  return total;
+}
+
+void copy(const SendPart& part, std::uint64_t offset, std::byte* cell, std::uint64_t bytes) {
+  std::memcpy(cell, static_cast<const std::byte*>(part.data) + offset, bytes);
+}
+
+void copy(const ReceivePart& part, std::uint64_t offset, const std::byte* cell,
+          std::uint64_t bytes) {
+  std::memcpy(static_cast<std::byte*>(part.data) + offset, cell, bytes);
+}
+
+// Where the next byte of a message is in the memory of the caller.
+template <class Part>
+class Cursor {
+ public:
+  explicit Cursor(const std::vector<Part>& parts) : parts_(parts) {}
+
+  // Between there and a cell, by the direction of `Part`.
+  template <class Cell>
+  void move(Cell* cell, std::uint64_t bytes) {
+    while (bytes != 0) {
+      const Part& part = parts_[index_];
+      const std::uint64_t length = std::min(bytes, part.bytes - offset_);
+      if (length != 0) copy(part, offset_, cell, length);
+      cell += length;
+      bytes -= length;
+      offset_ += length;
+      if (offset_ == part.bytes) {
+        ++index_;
+        offset_ = 0;
+      }
+    }
+  }
+
+ private:
+  const std::vector<Part>& parts_;
+  std::size_t index_ = 0;
+  std::uint64_t offset_ = 0;  // in that part
+};
+
+std::uint32_t ring_of(const Domain& domain, int peer, bool sends) {
+  if (domain.layout().ring_count() == 0) throw std::invalid_argument("the segment has no rings");
+  if (peer < 0 || peer >= domain.world() || peer == domain.rank()) {
+    throw std::invalid_argument("rank " + std::to_string(peer) + " is not a peer of rank " +
+                                std::to_string(domain.rank()) + " in a group of " +
+                                std::to_string(domain.world()));
+  }
+  return sends ? domain.layout().ring(domain.rank(), peer)
+               : domain.layout().ring(peer, domain.rank());
+}
+
+}  // namespace
+
+RingEnd::RingEnd(std::shared_ptr<Domain> domain, int peer, bool sends)
+    : domain_(std::move(domain)), peer_(peer), ring_(ring_of(*domain_, peer, sends)),
+      signals_(domain_->layout().ring_signals(domain_->base(), ring_)),
+      policy_(WaitPolicy::for_ranks(domain_->world())) {
+  domain_->check_process();
+  domain_->claim_ring(ring_);
+  // Before any message both counters are the same, and the peer may have begun already.
+  count_ = seen_ = observe(sends ? signals_.sent : signals_.received);
+}
+
+std::uint32_t RingEnd::await(Signal& signal, std::uint32_t expected, double timeout,
+                             const char* what) {
+  return domain_->await(signal, expected, timeout, policy_, WaitFor{-1, op_, peer_, what});
+}
+
+void RingEnd::interrupt() {
+  const std::string detail = std::string("interrupted in ") + op_;
+  broken_ = Fault(FaultKind::closed, domain_->rank(), -1, op_, count_, seen_, detail);
+  domain_->fail(detail);
+}
+
+MessageHeader& RingEnd::header() const {
+  return domain_->layout().message_header(domain_->base(), ring_, cell_);
+}
+
+std::byte* RingEnd::payload() const {
+  return domain_->layout().payload(domain_->base(), ring_, cell_);
+}
+
+void RingSender::send(const std::vector<SendPart>& parts, std::uint64_t tag, double timeout) {
+  exclusive("send", [&] {
+    check_timeout(timeout);
+    const std::uint64_t total = total_of(parts);
+    std::uint64_t left = total;
+    Cursor<SendPart> source(parts);
+    do {
+      const std::uint32_t needed = credit_for(count_ + 1, cells());
+      if (!reached(seen_, needed)) {
+        seen_ = await(signals_.received, needed, timeout, "receive what was sent before");
+      }
+      if (left == total) header() = MessageHeader{tag, total};
+      const std::uint64_t bytes = std::min(left, cell_bytes());
+      source.move(payload(), bytes);
+      left -= bytes;
+      raise(signals_.sent, ++count_);
+      next_cell();
+    } while (left != 0);
+  });
+}
+
+bool RingReceiver::poll() {
+  return exclusive("poll", [&] {
+    const std::uint32_t next = count_ + 1;
+    if (open_ || reached(observe(signals_.sent), next)) return true;
+    domain_->check_peer(signals_.sent, next, WaitFor{-1, op_, peer_, ""});
+    return false;
+  });
+}
+
+Message RingReceiver::peek(std::optional<std::uint64_t> tag, double timeout) {
+  return exclusive("recv", [&] {
+    check_timeout(timeout);
+    open(tag, timeout);
+    return message_;
+  });
+}
+
+std::uint64_t RingReceiver::read(const std::vector<ReceivePart>& parts,
+                                 std::optional<std::uint64_t> tag, bool whole, double timeout) {
+  return exclusive("recv", [&] {
+    check_timeout(timeout);
+    std::uint64_t wanted = total_of(parts);
+    open(tag, timeout);
+    const std::uint64_t before = message_.bytes;
+    if (wanted > before || (whole && wanted != before)) return before;
+    Cursor<ReceivePart> target(parts);
+    do {
+      if (!holding_ && wanted != 0) take_cell(timeout);
+      const std::uint64_t bytes = std::min(wanted, ready_);
+      target.move(payload() + offset_, bytes);
+      wanted -= bytes;
+      message_.bytes -= bytes;
+      offset_ += bytes;
+      ready_ -= bytes;
+      if (holding_ && ready_ == 0) release_cell();
+    } while (wanted != 0);
+    if (message_.bytes == 0) open_ = false;
+    return before;
+  });
+}
+
+void RingReceiver::open(std::optional<std::uint64_t> tag, double timeout) {
+  if (!open_) take_cell(timeout);
+  if (tag && *tag != message_.tag) {
+    throw Fault(FaultKind::mismatch, peer_, -1, op_, count_ + 1, seen_,
+                "rank " + std::to_string(peer_) + " sent a message with tag " +
+                    std::to_string(message_.tag) + " where tag " + std::to_string(*tag) +
+                    " was expected");
+  }
+}
+
+void RingReceiver::take_cell(double timeout) {
+  const std::uint32_t next = count_ + 1;
+  if (!reached(seen_, next)) seen_ = await(signals_.sent, next, timeout, "send");
+  if (!open_) {
+    message_ = {header().tag, header().bytes};
+    open_ = true;
+  }
+  holding_ = true;
+  offset_ = 0;
+  ready_ = std::min(message_.bytes, cell_bytes());
+}
+
+void RingReceiver::release_cell() {
+  raise(signals_.received, ++count_);
+  next_cell();
+  holding_ = false;
+}
+
+}  // namespace tpk

@@ -1,0 +1,123 @@
+// Messages from one rank to another, in order, through a ring of cells with credits.
+//
+// A message is a tag, which its sender chooses, and any number of bytes; none is a message too. It moves
+// cell by cell, so that the copy in and the copy out overlap. What fits into free cells is sent without
+// the receiver; anything longer moves as the receiver reads. `timeout` bounds every single wait.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "domain.h"
+
+namespace tpk {
+
+struct SendPart {
+  const void* data;
+  std::uint64_t bytes;
+};
+
+struct ReceivePart {
+  void* data;
+  std::uint64_t bytes;
+};
+
+struct Message {
+  std::uint64_t tag;
+  std::uint64_t bytes;  // left to read
+};
+
+// What both ends of a ring have in common. One thread at a time may use an end.
+class RingEnd {
+ protected:
+  RingEnd(std::shared_ptr<Domain> domain, int peer, bool sends);
+
+  // Runs `call` as the only call on this end. A fault is permanent, as for a slot: nobody knows how
+  // much of a message that was left half-way has arrived.
+  template <class Call>
+  auto exclusive(const char* op, Call&& call) {
+    std::unique_lock lock(mutex_, std::try_to_lock);
+    if (!lock) throw std::logic_error(std::string(op) + ": another thread is using this ring");
+    domain_->check_process();
+    if (broken_) throw Fault(*broken_);
+    domain_->check_member(-1, op);
+    op_ = op;
+    try {
+      return call();
+    } catch (const Fault& fault) {
+      broken_ = fault;
+      throw;
+    } catch (const std::logic_error&) {
+      throw;  // refused before anything was moved
+    } catch (...) {
+      interrupt();
+      throw;
+    }
+  }
+
+  std::uint32_t await(Signal& signal, std::uint32_t expected, double timeout, const char* what);
+  void interrupt();
+  MessageHeader& header() const;
+  std::byte* payload() const;
+  std::uint32_t cells() const { return domain_->layout().shape().ring_cells; }
+  std::uint64_t cell_bytes() const { return domain_->layout().shape().ring_cell_bytes; }
+  void next_cell() { cell_ = (cell_ + 1) % cells(); }
+
+  std::shared_ptr<Domain> domain_;
+  int peer_;
+  std::uint32_t ring_;
+  RingSignals& signals_;
+  std::mutex mutex_;
+  std::optional<Fault> broken_;
+  const char* op_ = "";
+  WaitPolicy policy_;
+  // Cells are counted modulo 2^32, which the number of cells need not divide: `cell_`, the one to be
+  // filled or read next, is counted apart.
+  std::uint32_t count_;  // cells sent or received
+  std::uint32_t seen_;   // of the peer's counter, which is looked at only where this is too old
+  std::uint32_t cell_ = 0;
+};
+
+class RingSender : private RingEnd {
+ public:
+  RingSender(std::shared_ptr<Domain> domain, int peer)
+      : RingEnd(std::move(domain), peer, true) {}
+
+  // The parts one after the other are the payload. They may be overwritten after the return.
+  void send(const std::vector<SendPart>& parts, std::uint64_t tag, double timeout);
+};
+
+class RingReceiver : private RingEnd {
+ public:
+  RingReceiver(std::shared_ptr<Domain> domain, int peer)
+      : RingEnd(std::move(domain), peer, false) {}
+
+  // Whether a message has begun to arrive; a fault if none can come any more. Does not wait.
+  bool poll();
+
+  // Waits for the next message and leaves it there. Any tag but `tag` is a mismatch.
+  Message peek(std::optional<std::uint64_t> tag, double timeout);
+
+  // Reads the next bytes of the message into the parts, and waits for it as `peek` does. Returns what
+  // was left to read before: nothing was read if that is less than the parts hold, or, for a `whole`
+  // message, not the same. A message with nothing left to read is over.
+  std::uint64_t read(const std::vector<ReceivePart>& parts, std::optional<std::uint64_t> tag,
+                     bool whole, double timeout);
+
+ private:
+  void open(std::optional<std::uint64_t> tag, double timeout);
+  void take_cell(double timeout);
+  void release_cell();
+
+  bool open_ = false;         // `message_` has arrived and is not over
+  bool holding_ = false;      // a cell whose credit is not given yet
+  Message message_{};
+  std::uint64_t offset_ = 0;  // in the cell
+  std::uint64_t ready_ = 0;   // bytes of the cell from there
+};
+
+}  // namespace tpk
