@@ -22,7 +22,6 @@ from random import Random
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import tp_kernels
@@ -260,12 +259,13 @@ def run_cases(
 ) -> list[dict[str, str]]:
     """Body of a rank: every case against float64, and the implementation that ran."""
     digests = []
-    # Ranks with and without a communication thread in one group: nobody must notice.
-    threaded = dist.is_initialized() and dist.get_rank() % 2 == 1
-    with ParallelGroup(
-        provider=provider, window=window, timeout=30, communication_thread=threaded
-    ) as group:
-        for case in cases:
+    options: dict[str, Any] = {"provider": provider, "window": window, "timeout": 30}
+    with (
+        ParallelGroup(**options, communication_thread=False) as plain,
+        ParallelGroup(**options, communication_thread=True) as threaded,
+    ):
+        for index, case in enumerate(cases):
+            group = threaded if index % 2 else plain
             group.reset_stats()
             digests.append(check(case, compute(case, group, poisoned), group))
             ran = set(group.stats()["calls"][case.op])

@@ -41,7 +41,6 @@ class Choice:
 def choose(
     operation: str,
     group: ParallelGroup,
-    *,
     rows: int,
     width: int,
     dtype: torch.dtype,
@@ -114,9 +113,9 @@ def obstacle(
 
 
 def _overlap(group: ParallelGroup) -> str:
-    """How a rank of the group gets its peers' results while it computes."""
-    how = "by a thread of its own" if group.communication_thread else "between products"
-    return f"sums are taken {how}: {group.overlap_reason}"
+    """Whether sums are taken while the product goes on."""
+    how = "on a thread during" if group.communication_thread else "after"
+    return f"sums are taken {how} the product: {group.overlap_reason}"
 
 
 def _decide(

@@ -422,28 +422,30 @@ void bind_slot(py::module_& module) {
       .def(
           "all_reduce",
           [](SlotHandle& self, std::uint64_t in, std::uint64_t out, std::uint64_t count,
-             std::uint32_t dtype, std::uint32_t op, Timeout timeout, int shots) {
+             std::uint32_t dtype, std::uint32_t op, Timeout timeout, int shots, std::uint64_t bias,
+             std::uint64_t bias_period) {
             if (shots < 0 || shots > 2) throw std::invalid_argument("shots: 0 (automatic), 1 or 2");
             self.slot.exclusive("all_reduce", [&] {
               all_reduce(self.slot, pointer(in), pointer(out), count, Dtype{dtype}, op,
-                         self.seconds(timeout), Shots{shots});
+                         self.seconds(timeout), Shots{shots}, make_bias(bias, bias_period));
             });
           },
           py::arg("input"), py::arg("out"), py::arg("count"), py::arg("dtype"),
           py::arg("op_code") = std::uint32_t{op_all_reduce}, no_timeout, py::arg("shots") = 0,
-          Released())
+          py::arg("bias") = 0, py::arg("bias_period") = 0, Released())
       .def(
           "reduce_scatter",
           [](SlotHandle& self, std::uint64_t in, std::uint64_t out, const Counts& counts,
-             std::uint32_t dtype, std::uint32_t op, Timeout timeout, std::uint64_t row) {
+             std::uint32_t dtype, std::uint32_t op, Timeout timeout, std::uint64_t row,
+             std::uint64_t bias) {
             self.slot.exclusive("reduce_scatter", [&] {
               reduce_scatter(self.slot, pointer(in), pointer(out), scaled(counts, row), Dtype{dtype}, op,
-                             self.seconds(timeout));
+                             self.seconds(timeout), make_bias(bias, row));
             });
           },
           py::arg("input"), py::arg("out"), py::arg("counts"), py::arg("dtype"),
           py::arg("op_code") = std::uint32_t{op_reduce_scatter}, no_timeout, py::arg("row") = 1,
-          Released(), "counts: of `row` elements each.")
+          py::arg("bias") = 0, Released(), "counts and bias: of `row` elements each.")
       .def(
           "all_gather",
           [](SlotHandle& self, std::uint64_t in, std::uint64_t out, const Counts& counts,

@@ -81,7 +81,7 @@ void pipeline(Slot& slot, std::uint64_t pieces, double timeout, Describe describ
 }  // namespace
 
 void all_reduce(Slot& slot, const void* in, void* out, std::uint64_t count, Dtype dtype,
-                std::uint32_t op, double timeout, Shots shots) {
+                std::uint32_t op, double timeout, Shots shots, Bias bias) {
   check_reducible(dtype);
   check(slot, in, count, out, count);
   const std::uint64_t size = size_of(dtype);
@@ -107,6 +107,8 @@ void all_reduce(Slot& slot, const void* in, void* out, std::uint64_t count, Dtyp
       [&](std::uint64_t piece) {
         Reduction reduction{static_cast<std::byte*>(out) + piece * piece_count * size,
                             length(piece), dtype};
+        reduction.bias = bias;
+        reduction.bias.first = piece * piece_count;
         reduction.shots = shots;
         reduction.streaming = streaming;
         slot.reduce_all(reduction, timeout);
@@ -114,7 +116,7 @@ void all_reduce(Slot& slot, const void* in, void* out, std::uint64_t count, Dtyp
 }
 
 void reduce_scatter(Slot& slot, const void* in, void* out, const std::vector<std::uint64_t>& counts,
-                    Dtype dtype, std::uint32_t op, double timeout) {
+                    Dtype dtype, std::uint32_t op, double timeout, Bias bias) {
   check_reducible(dtype);
   const Parts parts(slot, counts, dtype);
   check(slot, in, parts.total, out, counts[slot.rank()]);
@@ -142,8 +144,13 @@ void reduce_scatter(Slot& slot, const void* in, void* out, const std::vector<std
       },
       [&](std::uint64_t piece) {
         const int rank = slot.rank();
+        Bias part = bias;
+        if (part.data != nullptr) {  // element rank * share of the buffer is out[piece * share]
+          const std::uint64_t back = rank * share % part.period;
+          part.first = piece * share + part.period - back;
+        }
         slot.reduce(static_cast<std::byte*>(out) + piece * share * size, rank * share,
-                    length(rank, piece), dtype, {}, timeout);
+                    length(rank, piece), dtype, part, timeout);
       });
 }
 

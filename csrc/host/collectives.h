@@ -15,13 +15,14 @@ namespace tpk {
 // that is part of something larger.
 enum Op : std::uint32_t { op_barrier = 1, op_all_reduce, op_reduce_scatter, op_all_gather };
 
-// out[i] = sum over ranks of in[i]; `out` may be `in`.
+// out[i] = sum over ranks of in[i], plus bias; `out` may be `in`.
 void all_reduce(Slot& slot, const void* in, void* out, std::uint64_t count, Dtype dtype,
-                std::uint32_t op, double timeout, Shots shots = Shots::automatic);
+                std::uint32_t op, double timeout, Shots shots = Shots::automatic, Bias bias = {});
 
 // `in` holds counts[0] + counts[1] + ... elements, `out` the counts[rank] sums of this rank's part.
+// Bias: to out[i], so that it must repeat within a part.
 void reduce_scatter(Slot& slot, const void* in, void* out, const std::vector<std::uint64_t>& counts,
-                    Dtype dtype, std::uint32_t op, double timeout);
+                    Dtype dtype, std::uint32_t op, double timeout, Bias bias = {});
 
 // The inverse: `in` holds counts[rank] elements, `out` those of all ranks one after the other.
 // Any dtype; `in` may be this rank's place in `out`.

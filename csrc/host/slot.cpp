@@ -227,7 +227,7 @@ void Slot::sum(void* out, std::uint64_t first, std::uint64_t count, Dtype dtype,
   };
   if (bias.data == nullptr) return run(0, count, nullptr);
   for (std::uint64_t done = 0; done < count;) {
-    const std::uint64_t column = (first + done) % bias.period;
+    const std::uint64_t column = (bias.first + first + done) % bias.period;
     const std::uint64_t length = std::min(count - done, bias.period - column);
     run(done, length, static_cast<const std::byte*>(bias.data) + column * size);
     done += length;

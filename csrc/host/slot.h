@@ -18,10 +18,11 @@ namespace tpk {
 std::uint64_t size_of(Dtype dtype);
 bool is_reducible(Dtype dtype);
 
-// Added once, after the sum over ranks, to element i of a buffer: data[i % period].
+// Added once, after the sum over ranks, to element i of a buffer: data[(first + i) % period].
 struct Bias {
   const void* data = nullptr;  // null: none
   std::uint64_t period = 0;
+  std::uint64_t first = 0;
 };
 
 // How `reduce_all` shares the work. All ways give the same bits.

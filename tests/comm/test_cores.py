@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tp_kernels.comm.cores import Cores, spare_core
+from tp_kernels.comm.cores import Cores, spare_cores
 
 
 def ranks(*masks: str, threads: int = 1) -> list[Cores]:
@@ -23,17 +23,24 @@ def ranks(*masks: str, threads: int = 1) -> list[Cores]:
         (ranks("0 1", "2 3", threads=2), False),
         (ranks("0 1", "1 2"), False),  # one core in common
         (ranks("0", "0 1 2 3"), False),  # rank 0 is pinned
+        (ranks("0 1 2 3", "0"), False),  # rank 1 is
+        (ranks("0 1", "2 3", "4"), False),  # all ranks or none
         (ranks("0 1 2 3 4 5"), True),
     ],
 )
-def test_spare_core(cores, spare):
-    assert spare_core(cores, 0)[0] == spare
+def test_spare_cores(cores, spare):
+    assert spare_cores(cores)[0] == spare
 
 
 def test_the_reason_counts_those_who_share():
-    three = ranks("0 1", "0 1", "2 3 4 5", threads=2)
-    assert spare_core(three, 1) == (False, "2 cores for 2 ranks with 4 compute threads")
-    assert spare_core(three, 2) == (True, "4 cores for 1 ranks with 2 compute threads")
+    assert spare_cores(ranks("0 1", "0 1")) == (False, "2 cores for 2 compute threads of all ranks")
+    three = ranks("2 3 4", "0 1", "0 1", threads=2)
+    assert spare_cores(three) == (
+        False,
+        "2 cores for 4 compute threads of 2 ranks, rank 1 among them",
+    )
+    apart = ranks("0 1", "2 3")
+    assert spare_cores(apart) == (True, "2 cores for 1 compute threads of rank 1")
 
 
 def test_json_round_trip():

@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.oracle import OPERATIONS, Case, call, shard
 from tp_kernels import ParallelGroup, UnsupportedError, explain
@@ -142,12 +143,15 @@ def read_explanations() -> None:
         assert text(group, implementation="chunked") == "linear_all_reduce: chunked (asked for)"
     with ParallelGroup(timeout=30) as group:
         shared = "linear_all_reduce: host (all 2 ranks share this host; sums are taken "
-        assert text(group).startswith(f"{shared}{'by a' if group.communication_thread else 'betw'}")
+        how = "on a thread during" if group.communication_thread else "after"
+        assert text(group).startswith(f"{shared}{how} the product: ")
         assert "not cuda" in text(group, device="cuda")
     with ParallelGroup(timeout=30, communication_thread=True) as group:
-        assert text(group).startswith(f"{shared}by a thread of its own: communication_thread was")
+        assert text(group).startswith(f"{shared}on a thread during the product: communication_")
     with ParallelGroup(timeout=30, communication_thread=False) as group:
-        assert text(group).startswith(f"{shared}between products: communication_thread was given")
+        assert text(group).startswith(f"{shared}after the product: communication_thread was given")
+    with pytest.raises(UnsupportedError, match=r"communication_thread: \[False, True\]"):
+        ParallelGroup(timeout=30, communication_thread=dist.get_rank() == 1)
     assert text(None).startswith(shared)
 
 

@@ -1,4 +1,4 @@
-"""Whether a rank has a core to spare for communication, decided from affinity masks."""
+"""Whether ranks have cores to spare for communication, decided from affinity masks."""
 
 from __future__ import annotations
 
@@ -30,15 +30,22 @@ class Cores:
         return cls(frozenset(fields["cpus"]), fields["threads"])
 
 
-def spare_core(ranks: Sequence[Cores], rank: int) -> tuple[bool, str]:
-    """Is a core left for a communication thread of `rank`, all ranks being on one host? And why.
+def spare_cores(ranks: Sequence[Cores]) -> tuple[bool, str]:
+    """Is there a core left for a communication thread of every rank of a host? And why (not).
 
-    Ranks whose masks touch share their cores; each of them may want a communication thread.
+    Ranks whose masks touch share their cores; each of them wants one more than its threads.
     """
-    mine = ranks[rank]
-    sharing = [other for other in ranks if other.cpus & mine.cpus]
-    cores = len(frozenset().union(*(other.cpus for other in sharing)))
-    busy = sum(other.threads for other in sharing)
-    needed = busy + len(sharing)
-    reason = f"{cores} cores for {len(sharing)} ranks with {busy} compute threads"
-    return cores >= needed and len(mine.cpus) > mine.threads, reason
+    for rank, mine in enumerate(ranks):
+        sharing = [other for other in ranks if other.cpus & mine.cpus]
+        cores = len(frozenset[int]().union(*(other.cpus for other in sharing)))
+        busy = sum(other.threads for other in sharing)
+        reason = f"{cores} cores for {busy} compute threads of {_these(sharing, ranks, rank)}"
+        if cores < busy + len(sharing) or len(mine.cpus) <= mine.threads:
+            return False, reason
+    return True, reason
+
+
+def _these(sharing: Sequence[Cores], ranks: Sequence[Cores], rank: int) -> str:
+    if len(sharing) == len(ranks):
+        return "all ranks"
+    return f"rank {rank}" if len(sharing) == 1 else f"{len(sharing)} ranks, rank {rank} among them"

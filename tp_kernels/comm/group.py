@@ -8,6 +8,7 @@ process group share.
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .cores import Cores, spare_core
+from .cores import Cores, spare_cores
 from .errors import TpKernelsError, UnsupportedError
 from .faults import error_from_host, error_from_process_group, is_transport_failure
 from .host_slot import HostSlot
@@ -47,9 +48,9 @@ class ParallelGroup:
         check: compare op, dtype and shape over the ranks before every process-group collective.
             "auto" does so for CPU tensors; host memory always compares, at no cost.
         window: bytes of one shared buffer; longer messages move in pieces of this size.
-        communication_thread: whether a thread of its own reduces what peers have published while this
-            rank computes. "auto" does so where the affinity masks of the ranks leave a core for it, and
-            reduces between products otherwise; True or False insist. Results have the same bits.
+        communication_thread: whether a thread of its own sums what peers have published while this rank
+            computes. "auto" does so where the affinity masks leave every rank a core for it. True or
+            False insist, on all ranks alike. Sums have the same bits.
 
     Raises:
         UnsupportedError: this process is not in `group`, or `provider="host"` is impossible.
@@ -144,10 +145,21 @@ class ParallelGroup:
             except UnsupportedError as error:  # raised on all ranks or on none
                 self._obstacle = str(error)
         if self.memory is not None:  # all of it on one host, so that core numbers mean the same
-            answers = rendezvous.exchange("cores", Cores.current().to_json())
-            spare, reason = spare_core([Cores.from_json(answer) for answer in answers], self.rank)
+            answers = [
+                json.loads(answer)
+                for answer in rendezvous.exchange(
+                    "cores", json.dumps([Cores.current().to_json(), communication_thread])
+                )
+            ]
+            if any(wanted != communication_thread for _, wanted in answers):
+                raise UnsupportedError(
+                    f"rank {self.rank}: the ranks ask for different communication_thread: "
+                    f"{[wanted for _, wanted in answers]}"
+                )
             if communication_thread == "auto":
-                self.communication_thread, self.overlap_reason = spare, reason
+                self.communication_thread, self.overlap_reason = spare_cores(
+                    [Cores.from_json(cores) for cores, _ in answers]
+                )
         if provider == "host" and self.memory is None and self.size > 1:
             raise UnsupportedError(
                 f"rank {self.rank}: provider='host' is not possible: {self._obstacle}; "
@@ -199,13 +211,16 @@ class ParallelGroup:
 
         peer: the only rank that the operation waits for, if it is one.
         """
-        if self._closed:
-            raise UnsupportedError(f"{operation}: group '{self.name}' is closed")
+        self._check_open(operation)
         self.calls[operation, implementation] += 1
         try:
             return function(*args)
         except BaseException as failure:
             self.fail_with(failure, operation, implementation, peer)
+
+    def _check_open(self, operation: str) -> None:
+        if self._closed:
+            raise UnsupportedError(f"{operation}: group '{self.name}' is closed") from None
 
     def fail_with(
         self,
@@ -215,8 +230,7 @@ class ParallelGroup:
         peer: int | None = None,
     ) -> NoReturn:
         """Raise what `failure` of an operation means, and tell the peers if they have to know."""
-        if self._closed:
-            raise UnsupportedError(f"{operation}: group '{self.name}' is closed") from None
+        self._check_open(operation)
         if isinstance(failure, TpKernelsError):
             raise failure
         if isinstance(failure, _HostFault):

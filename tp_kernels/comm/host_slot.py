@@ -31,7 +31,7 @@ OPERATIONS = {
     "broadcast_object": 33,
     "all_gather_object": 34,
 }
-_ALL_REDUCE, _REDUCE_SCATTER = OPERATIONS["all_reduce"], OPERATIONS["reduce_scatter"]
+_ALL_REDUCE = OPERATIONS["all_reduce"]
 OPERATION_NAMES = {code: name for name, code in OPERATIONS.items()}
 
 
@@ -56,7 +56,6 @@ class HostSlot:
                 for rank in range(world)
             ]
         self._views: dict[tuple[Any, ...], Tensor] = {}
-        self._staging: list[Tensor] | None = None
 
     @property
     def seconds(self) -> float:
@@ -65,6 +64,14 @@ class HostSlot:
 
     def reset_seconds(self) -> None:
         self._raw.reset_seconds()
+
+    def fits(self, x: Tensor) -> bool:
+        """Whether one buffer can hold `x`."""
+        return x.nbytes <= self.capacity
+
+    def rows_of(self, width: int, dtype: torch.dtype) -> int:
+        """Rows of `width` elements that one buffer can hold."""
+        return self.capacity // max(1, width * dtype.itemsize)
 
     # One round, step by step: what overlapped ops are made of.
 
@@ -82,26 +89,6 @@ class HostSlot:
             with torch.inference_mode(False):
                 nbytes = math.prod(shape) * dtype.itemsize
                 view = self._bytes[rank][index][:nbytes].view(dtype).view(shape)
-            self._views[key] = view
-        return view
-
-    def staging(self, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Private memory beside buffer `index`, to be filled and given to `fill`.
-
-        A product writes faster to memory that no other core reads: its stores would have to take every line
-        away from the peer first, and only a copy has enough of them under way at a time.
-        """
-        key = (-1, index, shape, dtype)
-        view = self._views.get(key)
-        if view is None:
-            if self._staging is None:
-                with torch.inference_mode(False):
-                    self._staging = [
-                        torch.empty(self.capacity, dtype=torch.uint8) for _ in self._bytes[0]
-                    ]
-            with torch.inference_mode(False):
-                nbytes = math.prod(shape) * dtype.itemsize
-                view = self._staging[index][:nbytes].view(dtype).view(shape)
             self._views[key] = view
         return view
 
@@ -256,16 +243,41 @@ class HostSlot:
             source, target, x.numel(), REDUCIBLE[x.dtype], _ALL_REDUCE, self._timeout
         )
 
-    def reduce_scatter(self, x: Tensor, out: Tensor, counts: Sequence[int], row: int = 1) -> None:
-        """`counts` are rows per rank, of `row` elements; `x` holds them one after the other."""
+    def all_reduce_rows(self, operation: str, x: Tensor, bias: Tensor | None) -> None:
+        """x [M, N] becomes its sum over ranks, plus bias [N]."""
+        address, period = (0, 0) if bias is None else (bias.data_ptr(), bias.numel())
+        source = x.data_ptr()
+        self._raw.all_reduce(
+            source,
+            source,
+            x.numel(),
+            REDUCIBLE[x.dtype],
+            OPERATIONS[operation],
+            self._timeout,
+            0,
+            address,
+            period,
+        )
+
+    def reduce_scatter(
+        self,
+        x: Tensor,
+        out: Tensor,
+        counts: Sequence[int],
+        row: int = 1,
+        operation: str = "reduce_scatter",
+        bias: Tensor | None = None,
+    ) -> None:
+        """`counts` are rows per rank, of `row` elements like bias; `x` holds them one after the other."""
         self._raw.reduce_scatter(
             x.data_ptr(),
             out.data_ptr(),
             counts,
             REDUCIBLE[x.dtype],
-            _REDUCE_SCATTER,
+            OPERATIONS[operation],
             self._timeout,
             row,
+            0 if bias is None else bias.data_ptr(),
         )
 
     def all_gather(

@@ -68,16 +68,9 @@ def run(
     *args: Any,
 ) -> Any:
     """Dispatch one call: choose from values equal on all ranks, count it, translate faults."""
-    choice = choose(
-        operation,
-        group,
-        rows=rows,
-        width=width,
-        dtype=like.dtype,
-        device=device_type(like),
-        implementation=implementation,
-    )
-    name = choice.implementation
+    name = choose(
+        operation, group, rows, width, like.dtype, device_type(like), implementation
+    ).implementation
     return group.run(operation, name, kernels[name], group, *args)
 
 

@@ -78,18 +78,21 @@ def host(
     counts: Sequence[int],
     keep: bool,
 ) -> Gathered:
-    """Own rows first, then the peers' in order of arrival, straight from their shared buffers."""
+    """Own rows first, then the peers' in order of arrival, straight from their shared buffers.
+
+    Few rows, or ranks that share their cores, gain nothing from that: one product of gathered rows.
+    """
     slot = group.slot
     rows, width = sum(counts), x.shape[1]
     x = x.contiguous()
-    if rows <= GATHER_FIRST_ROWS:
+    if rows <= GATHER_FIRST_ROWS or not group.communication_thread:
         whole = x.new_empty(rows, width)
-        slot.all_gather(x, whole, counts, width)
+        slot.all_gather(x, whole, counts, width, "all_gather_linear")
         return products(whole, ws, biases), whole if keep else None
     own = starts(counts)[group.rank]
     ys = [x.new_empty(rows, w.shape[0]) for w in ws]
     gathered = x.new_empty(rows, width) if keep else None
-    most = slot.capacity // max(1, width * x.element_size())
+    most = slot.rows_of(width, x.dtype)
     unread: list[list[tuple[int, int]]] = []
 
     def read(ranges: list[tuple[int, int]]) -> None:

@@ -26,6 +26,9 @@ from .elementwise import rms_norm
 from .linear_all_reduce import linear_all_reduce
 from .regions import reduce_from_ranks
 
+# From here on a product is faster into memory that no other core reads, and the passes cost their work.
+DECODE_ROWS = 16
+
 
 def all_reduce_rms_norm(
     x: Tensor,
@@ -153,7 +156,8 @@ def _fuses(
     if not (weight.is_contiguous() and (residual is None or residual.is_contiguous())):
         return False
     rows, width = math.prod(shape[:-1]), shape[-1]
-    if rows * width == 0 or rows * width * x.element_size() > group.slot.capacity:
+    most = min(DECODE_ROWS, group.slot.rows_of(width, x.dtype))
+    if rows * width == 0 or rows > most:
         return False
     choice = choose(
         "linear_all_reduce",

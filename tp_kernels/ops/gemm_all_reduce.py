@@ -65,28 +65,32 @@ def host(
     bias: Tensor | None,
     between: Between = None,
 ) -> Tensor:
-    """The product lands in shared memory block by block; peers reduce block k-1 meanwhile."""
+    """Sums in shared memory: block k-1 on a thread while block k is computed, if there is a core for it.
+
+    Otherwise nothing can be hidden, and blocks would only make the product slower: it is computed whole
+    and summed where it is.
+    """
     slot = group.slot
     dtype = xs[0].dtype
     rows, width = xs[0].shape[0], ws[0].shape[0]
     out = xs[0].new_empty(rows, width)
-    size = block_rows(rows, slot.capacity // max(1, width * dtype.itemsize))
-    if rows <= size and between is None:  # decode: one block, no bookkeeping
-        if len(xs) == 1 and few_rows(xs[0], ws[0]):
-            slot.linear("linear_all_reduce", xs[0], ws[0], bias, out)
-            return out
-        block = slot.staging(slot.begin(), (rows, width), dtype)
-        partial_product(xs, ws, block)
-        slot.fill_summands(block)
-        slot.complete("linear_all_reduce", rows, width, 0, out, bias)
+    if between is None and len(xs) == 1 and slot.fits(out) and few_rows(xs[0], ws[0]):
+        slot.linear("linear_all_reduce", xs[0], ws[0], bias, out)
         return out
-    with RoundReader("linear_all_reduce", group) as reader:
-        for start, stop in blocks(rows, size):
-            block = slot.staging(slot.begin(), (stop - start, width), dtype)
-            partial_product(xs if stop - start == rows else [x[start:stop] for x in xs], ws, block)
+    if not group.communication_thread:
+        partial_product(xs, ws, out)
+        if between:
+            between()
+        slot.all_reduce_rows("linear_all_reduce", out, bias)
+        return out
+    with RoundReader("linear_all_reduce", slot) as reader:
+        for start, stop in blocks(rows, block_rows(rows, slot.rows_of(width, dtype))):
+            slot.begin()
+            block = out[start:stop]
+            partial_product([x[start:stop] for x in xs], ws, block)
             slot.fill_summands(block)
             slot.publish("linear_all_reduce", dtype, rows, width, start)
-            reader.add(out[start:stop], None, bias)
+            reader.add(block, None, bias)
         if between:
             between()
     return out

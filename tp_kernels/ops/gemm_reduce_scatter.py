@@ -77,26 +77,30 @@ def host(
     counts: Sequence[int],
     between: Between = None,
 ) -> Tensor:
-    """The product lands in shared memory; each owner reduces round k-1 while k is computed."""
+    """Sums in shared memory, as in gemm_all_reduce.host; every round has a block for each owner."""
     slot = group.slot
     dtype = xs[0].dtype
     rows, width = sum(counts), ws[0].shape[0]
     out = xs[0].new_empty(counts[group.rank], width)
+    if not group.communication_thread:
+        whole = partial_product(xs, ws)
+        if between:
+            between()
+        slot.reduce_scatter(whole, out, counts, width, "linear_reduce_scatter", bias)
+        return out
     first = starts(counts)[group.rank]
-    most = slot.capacity // max(1, width * dtype.itemsize)
-    size = max(1, block_rows(rows, most) // group.size)
-    if rows <= most and rows <= block_rows(rows, most):
-        size = max(*counts, 1)  # one round: one product instead of one per destination
-    with RoundReader("linear_reduce_scatter", group) as reader:
+    size = max(1, block_rows(rows, slot.rows_of(width, dtype)) // group.size)
+    with RoundReader("linear_reduce_scatter", slot) as reader:
         for ranges in part_blocks(counts, size):
+            slot.begin()
             sizes = [stop - start for start, stop in ranges]
-            block = slot.staging(slot.begin(), (sum(sizes), width), dtype)
+            block = xs[0].new_empty(sum(sizes), width)
             _products(xs, ws, ranges, block)
             start, stop = ranges[group.rank]
             own = sum(sizes[: group.rank]) * width
             slot.fill(block, own, own + (stop - start) * width)
             slot.publish("linear_reduce_scatter", dtype, rows, width, ranges[0][0])
-            reader.add(out[start - first : stop - first], own, bias)
+            reader.add(out[start - first : stop - first], own, bias, keep=block)
         if between:
             between()
     return out

@@ -45,7 +45,10 @@ def linear_all_reduce(
     group = check_call("linear_all_reduce", group, implementation)
     x, (w,), biases = prepare("linear_all_reduce", group, x, weight, bias, activation)
     rows, b = rows_of(x), biases[0] if biases else None
-    y = (_forward if direct(rows, w, b) else _op)(rows, w, b, group.name, implementation)
+    if direct(rows, w, b):
+        y = _run(group, rows, w, b, implementation)
+    else:
+        y = _op(rows, w, b, group.name, implementation)
     return finish(y, x.shape[:-1], activation)
 
 
@@ -55,7 +58,10 @@ def dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _forward(x: Tensor, w: Tensor, bias: Tensor | None, group_name: str, impl: str) -> Tensor:
-    group = ParallelGroup.by_name(group_name)
+    return _run(ParallelGroup.by_name(group_name), x, w, bias, impl)
+
+
+def _run(group: ParallelGroup, x: Tensor, w: Tensor, bias: Tensor | None, impl: str) -> Tensor:
     if group.size == 1:
         return group.run("linear_all_reduce", "reference", dense, x, w, bias)
     return run(
