@@ -420,6 +420,16 @@ void bind_slot(py::module_& module) {
           },
           py::arg("reason"), Released(), "Give up what reduce_later was asked for; nothing is written afterwards.")
       .def(
+          "all_reduce",  // the shortest way for the shortest messages: every argument costs
+          [](SlotHandle& self, std::uint64_t in, std::uint64_t out, std::uint64_t count,
+             std::uint32_t dtype) {
+            self.slot.exclusive("all_reduce", [&] {
+              all_reduce(self.slot, pointer(in), pointer(out), count, Dtype{dtype}, op_all_reduce,
+                         self.slot.domain().timeout());
+            });
+          },
+          py::arg("input"), py::arg("out"), py::arg("count"), py::arg("dtype"), Released())
+      .def(
           "all_reduce",
           [](SlotHandle& self, std::uint64_t in, std::uint64_t out, std::uint64_t count,
              std::uint32_t dtype, std::uint32_t op, Timeout timeout, int shots, std::uint64_t bias,

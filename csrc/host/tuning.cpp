@@ -15,13 +15,16 @@ struct Row {
   Tuning tuning;
 };
 
-// Measured with `tp-kernels bench collectives --shots`, float32, on 2 cores of a Xeon with AVX-512 and
-// 2 MiB of L2 cache a core; worlds 4 and 8 therefore with more ranks than cores. Rows of one
-// instruction set stand in order of world size; "" is for those that were not measured.
+// Measured with bench/tune_collectives.py, float32, AVX-512, on 2 cores of a Xeon with 2 MiB of L2 cache
+// a core; worlds above 2 therefore with more ranks than cores. What is in buffers already saves one
+// of the copies that two shots avoid: there the threshold is assumed to be twice as high. Rows of one
+// instruction set stand in order of world size; "" is for those that were not measured apart.
 constexpr Row kRows[] = {
-    //            two_shot   two_shot_resident  piece      streaming
-    {"", 2, {96 * KiB, kNever, 256 * KiB, 32 * MiB}},
-    {"", 3, {64 * KiB, 64 * KiB, 512 * KiB, 32 * MiB}},
+    //       two_shot   two_shot_resident  piece  streaming
+    {"", 2, {128 * KiB, kNever, 128 * KiB, 32 * MiB}},
+    {"", 3, {8 * KiB, 16 * KiB, 128 * KiB, 32 * MiB}},
+    {"", 4, {12 * KiB, 24 * KiB, 128 * KiB, 32 * MiB}},
+    {"", 8, {24 * KiB, 48 * KiB, 128 * KiB, 32 * MiB}},
 };
 
 }  // namespace

@@ -53,7 +53,7 @@ def one_call(group: ParallelGroup, random: Random) -> None:
 def test_soak(world):
     """10 000 collectives over two groups at once; what the process holds does not grow."""
     for grown in world(4).run(soak):
-        assert grown["descriptors"] == 0
+        assert grown["descriptors"] <= 0  # what earlier tests left may go meanwhile
         assert grown["mappings"] <= 2  # an arena of the C library may come or go
         assert grown["resident"] < 4 << 20, grown
 

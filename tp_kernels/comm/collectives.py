@@ -32,9 +32,9 @@ def all_reduce(x: Tensor, group: ParallelGroup, out: Tensor | None = None) -> Te
             f"all_reduce on rank {group.rank}: out is x, which has strides {x.stride()}; only a "
             "contiguous tensor can be summed in place"
         )
-    if group.size == 1:
-        return _copied(x, out)
-    if not _on_host(x, group):
+    if group.memory is None or x.dtype not in REDUCIBLE or not x.is_cpu:
+        if group.size == 1:
+            return _copied(x, out)
         return group.run("all_reduce", "process_group", _all_reduce, x, group, out)
     if out is not x:
         x = x.contiguous()

@@ -31,7 +31,6 @@ OPERATIONS = {
     "broadcast_object": 33,
     "all_gather_object": 34,
 }
-_ALL_REDUCE = OPERATIONS["all_reduce"]
 OPERATION_NAMES = {code: name for name, code in OPERATIONS.items()}
 
 
@@ -239,9 +238,7 @@ class HostSlot:
     def all_reduce(self, x: Tensor, out: Tensor) -> None:
         source = x.data_ptr()
         target = source if out is x else out.data_ptr()
-        self._raw.all_reduce(
-            source, target, x.numel(), REDUCIBLE[x.dtype], _ALL_REDUCE, self._timeout
-        )
+        self._raw.all_reduce(source, target, x.numel(), REDUCIBLE[x.dtype])
 
     def all_reduce_rows(self, operation: str, x: Tensor, bias: Tensor | None) -> None:
         """x [M, N] becomes its sum over ranks, plus bias [N]."""

@@ -15,7 +15,7 @@ from ._op import rows_of
 Between = Callable[[], None] | None
 
 # Row blocks below this lose GEMM efficiency; more than a handful of blocks hides nothing more.
-MIN_BLOCK_ROWS = 128
+MIN_BLOCK_ROWS = 256
 TARGET_BLOCKS = 4
 
 # Up to these, `_host.product` was faster than torch with one thread, weights in the cache or not (AVX-512,
