@@ -154,8 +154,15 @@ def compare_activations(op: str) -> None:
 def compare_direct(op: str) -> None:
     """Calls that record nothing take another way to the same bits, whatever the grad mode."""
     with ParallelGroup(window=8192, timeout=30) as group:
-        for rows in (3, 150):
-            case = Case(op, (rows,), 40, implementation="auto", seed=rows)
+        for rows, biased, dtype in (
+            (3, True, torch.float32),
+            (1, False, torch.bfloat16),
+            (16, False, torch.float32),  # the most of the short way in ops/_decode.py
+            (17, False, torch.float32),
+            (8, False, torch.float16),
+            (150, True, torch.float32),
+        ):
+            case = Case(op, (rows,), 40, (33,), (biased,), dtype, "auto", seed=rows)
             recorded = digest(compute(case, group)["y0"])
             frozen = shard(case, group.size, group.rank).leaves("xwb")
             wanting = shard(case, group.size, group.rank).leaves("")

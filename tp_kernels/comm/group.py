@@ -93,6 +93,7 @@ class ParallelGroup:
         self.identities = [HostIdentity.current()]
         self.memory: SymmetricMemory | None = None
         self.slot: HostSlot  # with `memory`: for this group's own operations, one after the other
+        self.decodes = False  # whether "auto" is `host`, without asking dispatch
         self._memories: weakref.WeakSet[SymmetricMemory] = weakref.WeakSet()  # of `new_memory`
         self._transport: ProcessGroupTransport | None = None
         self.decisions: dict[Any, Any] = {}  # what dispatch chose, by shape: see dispatch.py
@@ -142,6 +143,7 @@ class ParallelGroup:
             try:
                 self.memory = SymmetricMemory(rendezvous, capacity=window, timeout=self.timeout)
                 self.slot = self.memory.slots[0]
+                self.decodes = self.implementation in ("auto", "host")
             except UnsupportedError as error:  # raised on all ranks or on none
                 self._obstacle = str(error)
         if self.memory is not None:  # all of it on one host, so that core numbers mean the same
@@ -279,6 +281,7 @@ class ParallelGroup:
     def close(self) -> None:
         """Leave the group in order. Local: it waits for nobody and may be called twice."""
         self._closed = True
+        self.decodes = False
         _groups.pop(self.name, None)
         for channel in self.channels:
             channel.leave()

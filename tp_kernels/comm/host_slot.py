@@ -41,6 +41,7 @@ class HostSlot:
         self._raw = raw
         self._timeout = timeout
         self.capacity: int = raw.capacity
+        self.raw_linear = raw.linear  # see `linear`; without it, a call less
         with torch.inference_mode(False):  # or training could not write to what inference made
             self._bytes = [
                 [

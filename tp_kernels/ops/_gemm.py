@@ -20,15 +20,15 @@ TARGET_BLOCKS = 4
 
 # Up to these, `_host.product` was faster than torch with one thread, weights in the cache or not (AVX-512,
 # with matrix units that torch uses for the 16-bit dtypes).
-_FEW_ROWS = {torch.float32: 16, torch.bfloat16: 8, torch.float16: 8}
+FEW_ROWS = {torch.float32: 16, torch.bfloat16: 8, torch.float16: 8}
 if _host is None or not _host.has_product():
-    _FEW_ROWS = {}
+    FEW_ROWS = {}
 
 
 def few_rows(x: Tensor, w: Tensor) -> bool:
     """Whether `x` [M, K] @ `w` [N, K]^T is bound by reading `w`, which the engine does once for all rows."""
     return (
-        x.shape[0] <= _FEW_ROWS.get(x.dtype, -1)
+        x.shape[0] <= FEW_ROWS.get(x.dtype, -1)
         and x.is_cpu
         and x.stride(1) == 1 == w.stride(1)
         and torch.get_num_threads() == 1

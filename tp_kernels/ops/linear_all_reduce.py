@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tp_kernels.comm.group import ParallelGroup
 
-from . import gemm_all_reduce
+from . import _decode, gemm_all_reduce
 from ._op import bias_gradient, check_call, direct, finish, prepare, register, rows_of, run
 
 
@@ -42,6 +42,10 @@ def linear_all_reduce(
         ShapeError, UnsupportedError: before anything is sent.
         GroupMismatchError, CollectiveTimeoutError, PeerLostError: naming the rank concerned.
     """
+    if implementation == "auto" and activation is None:
+        y = _decode.linear_all_reduce(x, weight, bias, group)
+        if y is not None:
+            return y
     group = check_call("linear_all_reduce", group, implementation)
     x, (w,), biases = prepare("linear_all_reduce", group, x, weight, bias, activation)
     rows, b = rows_of(x), biases[0] if biases else None
