@@ -8,6 +8,7 @@ and whatever is unusual goes the ordinary way, which gives the same bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +23,7 @@ from ._op import direct
 _LINEAR_ALL_REDUCE = OPERATIONS["linear_all_reduce"]
 
 
-def linear_all_reduce(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: ParallelGroup
-) -> Tensor | None:
+def linear_all_reduce(x: Tensor, weight: Any, bias: Any, group: ParallelGroup) -> Tensor | None:
     """`linear_all_reduce` of few rows, or None if it has to go the ordinary way."""
     if not isinstance(weight, Tensor) or not isinstance(bias, Tensor | None):
         return None
