@@ -49,7 +49,7 @@ def copy_linear(
     Returns:
         [..., N_r], or a tuple of them for several weights. The gradient of x has equal bits on all ranks.
     """
-    if bias is None and implementation == "auto" and activation is None:
+    if bias is None and implementation in ("auto", "host") and activation is None:
         few = _decode.copy_linear(x, (weight,) if isinstance(weight, Tensor) else weight, group)
         if few is not None:
             return few[0] if isinstance(weight, Tensor) else tuple(few)

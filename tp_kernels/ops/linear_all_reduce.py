@@ -42,7 +42,7 @@ def linear_all_reduce(
         ShapeError, UnsupportedError: before anything is sent.
         GroupMismatchError, CollectiveTimeoutError, PeerLostError: naming the rank concerned.
     """
-    if implementation == "auto" and activation is None:
+    if implementation in ("auto", "host") and activation is None:
         y = _decode.linear_all_reduce(x, weight, bias, group)
         if y is not None:
             return y

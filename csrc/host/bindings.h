@@ -1,0 +1,34 @@
+// What the files of the Python module share. Nothing here needs the interpreter: no call that may wait,
+// copy or reduce holds its lock.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <optional>
+#include <stdexcept>
+
+#include "isa.h"
+
+namespace tpk {
+
+namespace py = pybind11;
+
+using Released = py::call_guard<py::gil_scoped_release>;
+using Timeout = std::optional<double>;
+
+inline void* pointer(std::uint64_t address) { return reinterpret_cast<void*>(address); }
+
+// The product for few rows, where this instruction set has one.
+inline ProductFunction product_of(const Isa& isa, std::uint32_t dtype) {
+  if (dtype >= kReducibleDtypes || isa.product[dtype] == nullptr) {
+    throw std::invalid_argument(std::string("there is no product of this dtype for ") + isa.name);
+  }
+  return isa.product[dtype];
+}
+
+void bind_slot(py::module_& module);
+void bind_rings(py::module_& module);
+
+}  // namespace tpk
