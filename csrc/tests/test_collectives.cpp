@@ -50,6 +50,14 @@ void test_all_reduce(Ranks& ranks, int world, Dtype dtype, Shots shots, Random& 
     CHECK(outputs[rank] == outputs[0]);
     CHECK(in_place[rank] == outputs[0]);
   }
+  // Rows that pieces cut anywhere.
+  const Bytes bias = random_values(dtype, 1 + random() % 50, random);
+  ranks.run([&](Slot& slot) {
+    all_reduce(slot, inputs[slot.rank()].data(), outputs[slot.rank()].data(), count, dtype,
+               op_all_reduce, kTimeout, shots, {bias.data(), bias.size() / size_of(dtype)});
+  });
+  check_sum(dtype, outputs[0], inputs, 0, count, &bias);
+  for (const Bytes& output : outputs) CHECK(output == outputs[0]);
 }
 
 std::vector<std::uint64_t> random_counts(int world, std::size_t piece, Random& random) {
