@@ -1,4 +1,5 @@
 // Slots in Python: rounds and collectives.
+#include <algorithm>
 #include <memory>
 
 #include "bindings.h"
@@ -66,6 +67,9 @@ void bind_slot(py::module_& module) {
       .def(py::init<std::shared_ptr<Domain>, int>(), py::arg("domain"), py::arg("index"))
       .def_property_readonly("capacity",
                              [](const SlotHandle& self) { return self.slot.capacity(); })
+      .def_property_readonly("piece", [](const SlotHandle& self) {
+        return std::min(self.slot.capacity(), self.slot.domain().tuning().piece);
+      })
       .def_property_readonly("buffers", [](const SlotHandle& self) { return self.slot.buffers(); })
       .def_property_readonly("seconds", [](const SlotHandle& self) { return self.slot.seconds(); })
       .def("reset_seconds", [](SlotHandle& self) { self.slot.reset_seconds(); })
@@ -218,18 +222,19 @@ void bind_slot(py::module_& module) {
           "begin, product into the buffer, and complete: a whole linear layer of few rows.")
       .def(
           "complete_rms_norm",
-          [](SlotHandle& self, std::uint32_t op, std::uint32_t dtype, std::int64_t rows,
-             std::int64_t columns, std::uint64_t sum, std::uint64_t bias, std::uint64_t residual,
-             std::uint64_t weight, std::uint64_t out, float epsilon, Timeout timeout) {
+          [](SlotHandle& self, std::uint32_t op, std::uint32_t dtype, std::int64_t d0,
+             std::int64_t d1, std::uint64_t rows, std::uint64_t columns, std::uint64_t sum,
+             std::uint64_t bias, std::uint64_t residual, std::uint64_t weight, std::uint64_t out,
+             float epsilon, Timeout timeout) {
             self.slot.exclusive("reduce_all", [&] {
-              complete(self, {op, dtype, {rows, columns, 0}}, sum, rows * columns,
+              complete(self, {op, dtype, {d0, d1, 0}}, sum, rows * columns,
                        make_bias(bias, columns), timeout);
               add_rms_norm(pointer(sum), pointer(residual), pointer(weight), pointer(out), rows,
                            columns, epsilon, Dtype{dtype});
             });
           },
-          py::arg("op"), py::arg("dtype"), py::arg("rows"), py::arg("columns"), py::arg("sum"),
-          py::arg("bias"), py::arg("residual"), py::arg("weight"), py::arg("out"),
+          py::arg("op"), py::arg("dtype"), py::arg("d0"), py::arg("d1"), py::arg("rows"),
+          py::arg("columns"), py::arg("sum"), py::arg("bias"), py::arg("residual"), py::arg("weight"), py::arg("out"),
           py::arg("epsilon"), no_timeout, Released(),
           "complete, then sum += residual (0: none) and out = rms_norm(sum) * weight.")
       .def(
@@ -269,7 +274,8 @@ void bind_slot(py::module_& module) {
           [](SlotHandle& self, const std::string& reason) {
             if (self.thread) self.thread->abandon(reason);
           },
-          py::arg("reason"), Released(), "Give up what reduce_later was asked for; nothing is written afterwards.")
+          py::arg("reason"), Released(),
+          "Give up what reduce_later was asked for; nothing is written afterwards.")
       .def(
           "all_reduce",  // the shortest way for the shortest messages: every argument costs
           [](SlotHandle& self, std::uint64_t in, std::uint64_t out, std::uint64_t count,

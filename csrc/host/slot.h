@@ -39,9 +39,10 @@ struct Reduction {
   Dtype dtype;
   Bias bias = {};
   Shots shots = Shots::automatic;
-  bool streaming = false;  // write `out` around the caches
+  bool streaming = false;  // in two shots: write `out` around the caches
 };
 
+// Adds the time of its life to a total.
 class Stopwatch {
  public:
   explicit Stopwatch(double& total) : total_(total) {}

@@ -146,6 +146,9 @@ def read_explanations() -> None:
         how = "on a thread during" if group.communication_thread else "after"
         assert text(group).startswith(f"{shared}{how} the product: ")
         assert "not cuda" in text(group, device="cuda")
+    with ParallelGroup(provider="none", timeout=30, communication_thread=True) as group:
+        assert not group.communication_thread
+        assert group.overlap_reason == "provider='none' was asked for"
     with ParallelGroup(timeout=30, communication_thread=True) as group:
         assert text(group).startswith(f"{shared}on a thread during the product: communication_")
     with ParallelGroup(timeout=30, communication_thread=False) as group:

@@ -7,7 +7,12 @@ import torch
 
 from tests.ops import body
 from tests.oracle import digest
-from tp_kernels import ParallelGroup, linear_all_reduce
+from tp_kernels import (
+    ParallelGroup,
+    all_reduce_rms_norm,
+    linear_all_reduce,
+    linear_all_reduce_rms_norm,
+)
 
 OP = "linear_all_reduce"
 
@@ -60,3 +65,38 @@ def biases() -> None:
             for implementation in body.IMPLEMENTATIONS:
                 y = linear_all_reduce(x, w, b, group=group, implementation=implementation)
                 assert torch.equal(y, b.expand(5, 4)), implementation
+
+
+@pytest.mark.parametrize("rows", [1, 8, 16, 17])
+def test_ranks_that_multiply_in_different_ways(world, rows):
+    """Threads, strides and gradients are a rank's own affair: the ranks still make the same rounds."""
+    world(3).run(differ, rows)
+
+
+def differ(rows: int) -> None:
+    threads = torch.get_num_threads()
+    with ParallelGroup(timeout=30) as group:
+        # Small integers: exact in any order.
+        x = (torch.arange(rows * 4).view(rows, 4) % 5).float()
+        w = (torch.arange(20).view(5, 4) % 3).float()
+        residual, ones = torch.ones(rows, 5), torch.ones(5)
+        expected = 3 * (x @ w.t())
+        if group.rank == 1:
+            w, residual = w.t().contiguous().t(), residual.t().contiguous().t()
+        if group.rank == 2:
+            x.requires_grad_()
+        try:
+            torch.set_num_threads(2 if group.rank == 0 else 1)
+            for _ in range(3):
+                assert torch.equal(linear_all_reduce(x, w, group=group), expected)
+                y, total = linear_all_reduce_rms_norm(
+                    x, w, ones, group=group, residual=residual, epsilon=1e-6
+                )
+                assert torch.equal(total, expected + 1)
+                part = torch.nn.functional.linear(x, w)
+                z, again = all_reduce_rms_norm(
+                    part, ones, group=group, residual=residual, epsilon=1e-6
+                )
+                assert torch.equal(again, total) and torch.equal(z, y)
+        finally:
+            torch.set_num_threads(threads)

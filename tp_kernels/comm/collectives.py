@@ -96,7 +96,7 @@ def broadcast(x: Tensor, group: ParallelGroup, source: int = 0) -> Tensor:
     check_source("broadcast", source, group)
     if group.size == 1:
         return x.clone()
-    implementation = "host" if x.device.type == "cpu" and group.memory else "process_group"
+    implementation = "host" if x.is_cpu and group.memory else "process_group"
     return group.run("broadcast", implementation, _broadcast, x, group, source, implementation)
 
 

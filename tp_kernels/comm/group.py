@@ -50,7 +50,8 @@ class ParallelGroup:
         window: bytes of one shared buffer; longer messages move in pieces of this size.
         communication_thread: whether a thread of its own sums what peers have published while this rank
             computes. "auto" does so where the affinity masks leave every rank a core for it. True or
-            False insist, on all ranks alike. Sums have the same bits.
+            False insist, on all ranks alike. Sums have the same bits. Without shared memory there is none:
+            `communication_thread` of the group is False, `overlap_reason` says why.
 
     Raises:
         UnsupportedError: this process is not in `group`, or `provider="host"` is impossible.
@@ -99,9 +100,8 @@ class ParallelGroup:
         self.decisions: dict[Any, Any] = {}  # what dispatch chose, by shape: see dispatch.py
         self.calls: defaultdict[tuple[str, str], int] = defaultdict(int)  # by (op, implementation)
         self._closed = False
-        self.channels: weakref.WeakSet[Any] = (
-            weakref.WeakSet()
-        )  # they fail and close with the group
+        # Of P2PChannel; they fail and close with the group.
+        self.channels: weakref.WeakSet[Any] = weakref.WeakSet()
 
         self.communication_thread = communication_thread is True
         self.overlap_reason = "communication_thread was given"
@@ -114,6 +114,8 @@ class ParallelGroup:
                 self.process_group, provider, check, window, communication_thread
             )
         self.provider_reason = self._provider_reason(provider)
+        if self.memory is None:
+            self.communication_thread, self.overlap_reason = False, self.provider_reason
         self.provider = "host" if self.memory is not None else "none"
         _groups[self.name] = self
 

@@ -26,7 +26,6 @@ OPERATIONS = {
     "linear_all_reduce": 16,
     "linear_reduce_scatter": 17,
     "all_gather_linear": 18,
-    "all_reduce_rms_norm": 19,
     "broadcast": 32,
     "broadcast_object": 33,
     "all_gather_object": 34,
@@ -41,6 +40,7 @@ class HostSlot:
         self._raw = raw
         self._timeout = timeout
         self.capacity: int = raw.capacity
+        self.piece: int = raw.piece  # bytes that an all-reduce moves in one round
         self.raw_linear = raw.linear  # see `linear`; without it, a call less
         with torch.inference_mode(False):  # or training could not write to what inference made
             self._bytes = [
@@ -100,17 +100,12 @@ class HostSlot:
         self._raw.fill(source.data_ptr(), source.numel(), REDUCIBLE[source.dtype], kept, kept_end)
 
     def fill_summands(self, source: Tensor) -> None:
-        """`fill` for `reduce_all`."""
+        """`fill` for a sum of the whole round, on every rank."""
         self._raw.fill_summands(source.data_ptr(), source.numel(), REDUCIBLE[source.dtype])
 
     def publish(self, operation: str, dtype: torch.dtype, d0: int, d1: int, d2: int) -> None:
         """Release this round's buffer to the peers; they compare (operation, dtype, d0..d2)."""
         self._raw.publish(OPERATIONS[operation], REDUCIBLE[dtype], d0, d1, d2)
-
-    def wait(self, peer: int) -> int:
-        """Wait until `peer` has published the oldest unread round; returns its buffer index."""
-        self._raw.wait(peer, self._timeout)
-        return self._raw.round_buffer()
 
     def wait_any(self, peers: Sequence[int]) -> tuple[int, int]:
         """Wait for the first of `peers` to publish the oldest unread round: (its place, buffer index)."""
@@ -130,15 +125,8 @@ class HostSlot:
             self._timeout,
         )
 
-    def reduce_all(self, out: Tensor, bias: Tensor | None = None) -> None:
-        """Like `reduce` of the whole round, which ends the round's data on every rank."""
-        address, period = (0, 0) if bias is None else (bias.data_ptr(), bias.numel())
-        self._raw.reduce_all(
-            out.data_ptr(), out.numel(), REDUCIBLE[out.dtype], address, period, self._timeout
-        )
-
     def reduce_in_place(self, x: Tensor) -> None:
-        """`reduce_all` into the buffers of all ranks, where their summands are; `x` is this rank's."""
+        """Sums of the round into the buffers of all ranks, where their summands are; `x` is this rank's."""
         self._raw.reduce_in_place(x.numel(), REDUCIBLE[x.dtype], self._timeout)
 
     def finish(self) -> None:
@@ -152,7 +140,7 @@ class HostSlot:
     def complete(
         self, operation: str, d0: int, d1: int, d2: int, out: Tensor, bias: Tensor | None
     ) -> None:
-        """publish, reduce_all and finish in one call: what a short message spends its time on."""
+        """publish, sum the round on every rank and finish: what a short message spends its time on."""
         address, period = (0, 0) if bias is None else (bias.data_ptr(), bias.numel())
         self._raw.complete(
             OPERATIONS[operation],
@@ -188,6 +176,8 @@ class HostSlot:
     def complete_rms_norm(
         self,
         operation: str,
+        d0: int,
+        d1: int,
         total: Tensor,
         bias: Tensor | None,
         residual: Tensor | None,
@@ -199,6 +189,8 @@ class HostSlot:
         self._raw.complete_rms_norm(
             OPERATIONS[operation],
             REDUCIBLE[out.dtype],
+            d0,
+            d1,
             total.numel() // total.shape[-1],
             total.shape[-1],
             total.data_ptr(),
@@ -214,7 +206,7 @@ class HostSlot:
     # `abandon` has returned.
 
     def reduce_later(self, out: Tensor, offset: int | None, bias: Tensor | None = None) -> None:
-        """`reduce` from `offset`, or `reduce_all` if None, and `finish` of the round just published."""
+        """`reduce` from `offset`, or the whole round on every rank if None, and `finish` of that round."""
         address, period = (0, 0) if bias is None else (bias.data_ptr(), bias.numel())
         self._raw.reduce_later(
             out.data_ptr(),

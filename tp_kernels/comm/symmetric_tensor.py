@@ -1,7 +1,8 @@
 """A tensor that every rank of the group can address: collectives read and write it where it is.
 
 Through private memory an all-reduce copies its input into shared buffers and the sums out of them. Here
-ranks sum their part straight from all tensors into all tensors: half the memory traffic.
+ranks sum their part straight from all tensors into all tensors: for two ranks, 2 bytes read or written per
+byte instead of 4 (counted).
 """
 
 from __future__ import annotations

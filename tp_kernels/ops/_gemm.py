@@ -18,11 +18,23 @@ Between = Callable[[], None] | None
 MIN_BLOCK_ROWS = 256
 TARGET_BLOCKS = 4
 
-# Up to these, `_host.product` was faster than torch with one thread, weights in the cache or not (AVX-512,
-# with matrix units that torch uses for the 16-bit dtypes).
-FEW_ROWS = {torch.float32: 16, torch.bfloat16: 8, torch.float16: 8}
-if _host is None or not _host.has_product():
-    FEW_ROWS = {}
+# Up to so many rows a reducing product is one round of the engine, whichever way each rank multiplies.
+SHORT_ROWS = 16
+
+
+def _few_rows() -> dict[torch.dtype, int]:
+    """Up to these, at most SHORT_ROWS, `_host.product` was faster than torch with one thread.
+
+    With weights in the cache or not; AVX-512, with matrix units that torch uses for the 16-bit dtypes.
+    """
+    try:
+        there = _host is not None and _host.has_product()
+    except ValueError:  # TP_KERNELS_ISA names none; whoever makes a group is told
+        there = False
+    return {torch.float32: 16, torch.bfloat16: 8, torch.float16: 8} if there else {}
+
+
+FEW_ROWS = _few_rows()
 
 
 def few_rows(x: Tensor, w: Tensor) -> bool:

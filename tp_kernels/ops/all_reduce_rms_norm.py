@@ -11,7 +11,7 @@ gradients: the all-reduce passes dy on unchanged, the norm has torch's. Both way
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,14 +20,11 @@ from tp_kernels.comm.errors import ShapeError
 from tp_kernels.comm.group import ParallelGroup
 from tp_kernels.dispatch import choose
 
-from ._gemm import partial_product
+from ._gemm import SHORT_ROWS, partial_product
 from ._op import check_call, device_type, direct, prepare, rows_of
 from .elementwise import rms_norm
 from .linear_all_reduce import linear_all_reduce
 from .regions import reduce_from_ranks
-
-# From here on a product is faster into memory that no other core reads, and the passes cost their work.
-DECODE_ROWS = 16
 
 
 def all_reduce_rms_norm(
@@ -51,24 +48,17 @@ def all_reduce_rms_norm(
     """
     group = check_call("all_reduce_rms_norm", group, "auto")
     _check(group, x.shape, x.dtype, weight, residual)
-    if _fuses(group, "auto", x, x.shape, weight, residual):
+    # One piece, as the same round that `all_reduce` makes of it: ranks need not all come this way.
+    if x.nbytes <= _piece(group) and _fuses(group, "auto", x, x.shape, weight, residual):
+        slot, dense = group.slot, x.contiguous()
 
-        def fill(out: Tensor) -> None:
-            out.copy_(x)
+        def run() -> tuple[Tensor, Tensor]:
+            slot.begin()
+            slot.fill_summands(dense)
+            d = ("all_reduce", dense.numel(), 0)
+            return _complete(group, d, dense, dense.shape, None, residual, weight, epsilon)
 
-        return group.run(
-            "all_reduce_rms_norm",
-            "host",
-            _host,
-            group,
-            fill,
-            x,
-            x.shape,
-            None,
-            residual,
-            weight,
-            epsilon,
-        )
+        return group.run("all_reduce_rms_norm", "host", run)
     return _add_rms_norm(reduce_from_ranks(x, group=group), residual, weight, epsilon)
 
 
@@ -98,23 +88,15 @@ def linear_all_reduce_rms_norm(
     _check(group, shape, x.dtype, norm_weight, residual)
     if _fuses(group, implementation, x, shape, norm_weight, residual, weight, bias):
         x, (w,), biases = prepare("linear_all_reduce_rms_norm", group, x, weight, bias, None)
+        slot, rows, b = group.slot, rows_of(x), biases[0] if biases else None
 
-        def fill(out: Tensor) -> None:
-            partial_product([rows_of(x)], [w], rows_of(out))
+        def run() -> tuple[Tensor, Tensor]:  # the round of `linear_all_reduce`
+            size = (rows.shape[0], shape[-1])
+            partial_product([rows], [w], slot.view(group.rank, slot.begin(), size, x.dtype))
+            d = ("linear_all_reduce", *size)
+            return _complete(group, d, x, shape, b, residual, norm_weight, epsilon)
 
-        return group.run(
-            "linear_all_reduce_rms_norm",
-            "host",
-            _host,
-            group,
-            fill,
-            x,
-            shape,
-            biases[0] if biases else None,
-            residual,
-            norm_weight,
-            epsilon,
-        )
+        return group.run("linear_all_reduce_rms_norm", "host", run)
     y = linear_all_reduce(x, weight, bias, group=group, implementation=implementation)
     return _add_rms_norm(y, residual, norm_weight, epsilon)
 
@@ -139,6 +121,10 @@ def _check(
         )
 
 
+def _piece(group: ParallelGroup) -> int:
+    return 0 if group.memory is None else group.slot.piece
+
+
 def _fuses(
     group: ParallelGroup,
     implementation: str,
@@ -148,43 +134,35 @@ def _fuses(
     residual: Tensor | None,
     *others: Tensor | None,
 ) -> bool:
-    """True for what one round can do, from values that are equal on all ranks."""
+    """Whether this call is one round, and this rank does the rest of it in the same step."""
     if group.size == 1 or group.memory is None or not direct(x, weight, residual, *others):
         return False
     if torch.is_autocast_enabled(device_type(x)) or weight.dtype != x.dtype:
         return False
-    if not (weight.is_contiguous() and (residual is None or residual.is_contiguous())):
-        return False
     rows, width = math.prod(shape[:-1]), shape[-1]
-    most = min(DECODE_ROWS, group.slot.rows_of(width, x.dtype))
+    most = min(SHORT_ROWS, group.slot.rows_of(width, x.dtype))
     if rows * width == 0 or rows > most:
         return False
     choice = choose(
-        "linear_all_reduce",
-        group,
-        rows=rows,
-        width=width,
-        dtype=x.dtype,
-        device=device_type(x),
-        implementation=implementation,
+        "linear_all_reduce", group, rows, width, x.dtype, device_type(x), implementation
     )
     return choice.implementation == "host"
 
 
-def _host(
+def _complete(
     group: ParallelGroup,
-    fill: Callable[[Tensor], None],
-    x: Tensor,
+    round_of: tuple[str, int, int],
+    like: Tensor,
     shape: Sequence[int],
     bias: Tensor | None,
     residual: Tensor | None,
     weight: Tensor,
     epsilon: float,
 ) -> tuple[Tensor, Tensor]:
-    slot = group.slot
-    fill(slot.view(group.rank, slot.begin(), tuple(shape), x.dtype))
-    y, total = x.new_empty(shape), x.new_empty(shape)
-    slot.complete_rms_norm("all_reduce_rms_norm", total, bias, residual, weight, y, epsilon)
+    """Publish and sum the round whose buffer is filled; (y, s)."""
+    y, total = like.new_empty(shape), like.new_empty(shape)
+    residual = None if residual is None else residual.contiguous()
+    group.slot.complete_rms_norm(*round_of, total, bias, residual, weight.contiguous(), y, epsilon)
     return y, total
 
 

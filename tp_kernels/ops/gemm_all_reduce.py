@@ -17,7 +17,7 @@ from torch import Tensor
 from tp_kernels.comm.group import ParallelGroup
 from tp_kernels.comm.process_group import Pending, ordered_sum
 
-from ._gemm import Between, block_rows, blocks, few_rows, partial_product
+from ._gemm import SHORT_ROWS, Between, block_rows, blocks, few_rows, partial_product
 from ._round import RoundReader
 
 
@@ -74,8 +74,12 @@ def host(
     dtype = xs[0].dtype
     rows, width = xs[0].shape[0], ws[0].shape[0]
     out = xs[0].new_empty(rows, width)
-    if between is None and len(xs) == 1 and slot.fits(out) and few_rows(xs[0], ws[0]):
-        slot.linear("linear_all_reduce", xs[0], ws[0], bias, out)
+    if between is None and rows <= SHORT_ROWS and slot.fits(out):  # as all ranks see it
+        if len(xs) == 1 and few_rows(xs[0], ws[0]):  # as this rank may
+            slot.linear("linear_all_reduce", xs[0], ws[0], bias, out)
+        else:
+            partial_product(xs, ws, slot.view(group.rank, slot.begin(), (rows, width), dtype))
+            slot.complete("linear_all_reduce", rows, width, 0, out, bias)
         return out
     if not group.communication_thread:
         partial_product(xs, ws, out)
