@@ -52,7 +52,7 @@ def groups() -> Iterator[ParallelGroup]:
             yield group
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 def test_reductions(world, size):
     by_rank = world(size).run(reduce_everything)
     assert all(digests == by_rank[0] for digests in by_rank)
@@ -181,7 +181,7 @@ def wait_for_the_last() -> list[float]:
     return elapsed
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 4, 8])
 def test_back_to_back(world, size):
     world(size).run(repeat, 200)
 
