@@ -183,6 +183,24 @@ void bind_elementwise(py::module_& module) {
 
 }  // namespace
 
+void tpk::set_python_error(std::exception_ptr pending) {
+  try {
+    std::rethrow_exception(pending);
+  } catch (const Fault& fault) {
+    set_fault(fault);
+  } catch (const SystemError& error) {
+    set_os_error(error);
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (const std::invalid_argument& error) {
+    PyErr_SetString(PyExc_ValueError, error.what());
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+}
+
 PYBIND11_MODULE(_host, module) {
   module.doc() = "Collectives between processes of one host, in shared memory.";
   module.attr("Fault") = fault_class.call_once_and_store_result(make_fault_class).get_stored();
@@ -198,6 +216,7 @@ PYBIND11_MODULE(_host, module) {
   bind_segment(module);
   bind_domain(module);
   bind_slot(module);
+  bind_short(module);
   bind_rings(module);
   module.def(
       "layout_bytes",

@@ -6,6 +6,7 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <exception>
 #include <optional>
 #include <stdexcept>
 
@@ -28,7 +29,11 @@ inline ProductFunction product_of(const Isa& isa, std::uint32_t dtype) {
   return isa.product[dtype];
 }
 
+// Sets the Python error that stands for a C++ exception, outside of pybind11's own functions.
+void set_python_error(std::exception_ptr pending);
+
 void bind_slot(py::module_& module);
+void bind_short(py::module_& module);
 void bind_rings(py::module_& module);
 
 }  // namespace tpk

@@ -5,7 +5,7 @@
 #include "bindings.h"
 #include "collectives.h"
 #include "elementwise.h"
-#include "overlap.h"
+#include "slot_handle.h"
 
 namespace tpk {
 namespace {
@@ -22,25 +22,6 @@ Bias make_bias(std::uint64_t address, std::uint64_t period) {
   return {pointer(address), period};
 }
 
-struct SlotHandle {
-  SlotHandle(std::shared_ptr<Domain> domain, int index) : slot(std::move(domain), index) {}
-
-  // The thread that reduces in the background, from its first use on.
-  Reducer& reducer() {
-    if (!thread) thread = std::make_unique<Reducer>(slot);
-    return *thread;
-  }
-
-  double seconds(std::optional<double> timeout) const {
-    const double result = timeout.value_or(slot.domain().timeout());
-    check_timeout(result);  // also by calls that need not wait
-    return result;
-  }
-
-  Slot slot;
-  std::unique_ptr<Reducer> thread;  // goes before the slot does
-};
-
 Counts scaled(Counts counts, std::uint64_t row) {
   for (auto& count : counts) {
     if (__builtin_mul_overflow(count, row, &count)) {
@@ -50,13 +31,11 @@ Counts scaled(Counts counts, std::uint64_t row) {
   return counts;
 }
 
-// The steps of a round that are left once its buffer is filled.
-void complete(SlotHandle& self, const Descriptor& descriptor, std::uint64_t out,
-              std::uint64_t count, Bias bias, Timeout timeout) {
+// `complete` as it is called from Python.
+void complete_from(SlotHandle& self, const Descriptor& descriptor, std::uint64_t out,
+                   std::uint64_t count, Bias bias, Timeout timeout) {
   const double seconds = self.seconds(timeout);
-  self.slot.publish(descriptor);
-  self.slot.reduce_all({destination(out, count), count, Dtype{descriptor.dtype}, bias}, seconds);
-  self.slot.finish();
+  complete(self.slot, descriptor, destination(out, count), count, bias, seconds);
 }
 
 }  // namespace
@@ -190,7 +169,7 @@ void bind_slot(py::module_& module) {
              std::int64_t d1, std::int64_t d2, std::uint64_t out, std::uint64_t count,
              std::uint64_t bias, std::uint64_t bias_period, Timeout timeout) {
             self.slot.exclusive("reduce_all", [&] {
-              complete(self, {op, dtype, {d0, d1, d2}}, out, count, make_bias(bias, bias_period),
+              complete_from(self, {op, dtype, {d0, d1, d2}}, out, count, make_bias(bias, bias_period),
                        timeout);
             });
           },
@@ -212,7 +191,7 @@ void bind_slot(py::module_& module) {
               const std::uint32_t index = self.slot.begin(self.seconds(timeout));
               product(pointer(x), ldx, pointer(w), ldw, nullptr,
                       self.slot.buffer(self.slot.rank(), index), rows, columns, depth);
-              complete(self, {op, dtype, {rows, columns, 0}}, out, count,
+              complete_from(self, {op, dtype, {rows, columns, 0}}, out, count,
                        make_bias(bias, columns), timeout);
             });
           },
@@ -227,7 +206,7 @@ void bind_slot(py::module_& module) {
              std::uint64_t bias, std::uint64_t residual, std::uint64_t weight, std::uint64_t out,
              float epsilon, Timeout timeout) {
             self.slot.exclusive("reduce_all", [&] {
-              complete(self, {op, dtype, {d0, d1, 0}}, sum, rows * columns,
+              complete_from(self, {op, dtype, {d0, d1, 0}}, sum, rows * columns,
                        make_bias(bias, columns), timeout);
               add_rms_norm(pointer(sum), pointer(residual), pointer(weight), pointer(out), rows,
                            columns, epsilon, Dtype{dtype});

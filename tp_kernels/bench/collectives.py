@@ -182,7 +182,7 @@ def through_python(group: ParallelGroup, buffers: Buffers) -> Call:
 
 def through_engine(group: ParallelGroup, buffers: Buffers) -> Call:
     """The engine alone, with pointers taken before: the difference to the public function is Python."""
-    engine = group.slot._raw
+    engine = group.slot.raw
     function = getattr(engine, buffers.op)
     size = buffers.numel if buffers.op == "all_reduce" else buffers.counts
     return partial(

@@ -24,6 +24,9 @@ from .process_group import ordered_sum
 
 def all_reduce(x: Tensor, group: ParallelGroup, out: Tensor | None = None) -> Tensor:
     """Sum of `x` over the ranks, same shape; a new tensor on every rank, or `out`, which may be `x`."""
+    result = group.short.all_reduce(x, out)
+    if result is not None:
+        return result
     if out is not x:
         if out is not None:
             _check_out("all_reduce", x, x.shape, out, group)
@@ -39,17 +42,16 @@ def all_reduce(x: Tensor, group: ParallelGroup, out: Tensor | None = None) -> Te
     if out is not x:
         x = x.contiguous()
         out = torch.empty_like(x) if out is None else out
-    # `group.run` written out: of a short sum, that call would be a tenth.
-    group.calls["all_reduce", "host"] += 1
-    try:
-        group.slot.all_reduce(x, out)
-    except BaseException as failure:
-        group.fail_with(failure, "all_reduce", "host")
+    group.run("all_reduce", "host", group.slot.all_reduce, x, out)
     return out
 
 
 def reduce_scatter(x: Tensor, group: ParallelGroup, out: Tensor | None = None) -> Tensor:
     """[R, ...] -> this rank's [split_sizes(R, W)[rank], ...] rows of the sum over ranks."""
+    if out is None:
+        result = group.short.reduce_scatter(x)
+        if result is not None:
+            return result
     if x.dim() == 0:
         raise ShapeError("reduce_scatter: a scalar has no rows to divide over ranks")
     counts = split_sizes(x.shape[0], group.size)
@@ -76,6 +78,10 @@ def all_gather(
     rows: R, of which this rank holds split_sizes(rows, W)[rank]; default: all ranks hold equally many.
     counts: rows of every rank, instead of `rows`, when they are divided in another way.
     """
+    if rows is None and counts is None and out is None:
+        result = group.short.all_gather(x)
+        if result is not None:
+            return result
     if counts is None:
         counts = row_counts("all_gather", x, group, rows) if group.size > 1 else x.shape[:1]
     if out is not None:

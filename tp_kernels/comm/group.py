@@ -23,6 +23,7 @@ from .faults import error_from_host, error_from_process_group, is_transport_fail
 from .host_slot import HostSlot
 from .process_group import ProcessGroupTransport
 from .rendezvous import Rendezvous, construction_index
+from .short_way import ShortWay
 from .symmetric_memory import SymmetricMemory, _host, host_obstacle
 from .topology import HostIdentity
 
@@ -30,6 +31,8 @@ GroupLike: TypeAlias = "ParallelGroup | dist.ProcessGroup | DeviceMesh | None"
 T = TypeVar("T")
 
 _HostFault: type[Exception] = _host.Fault if _host is not None else TpKernelsError
+# What the functions of `ShortWay` count as, if not as "host".
+_SHORT_WAY = {"copy_linear": "local"}
 _shared: dict[str, ParallelGroup] = {}  # by process group: what `as_group` made
 _groups: weakref.WeakValueDictionary[str, ParallelGroup] = weakref.WeakValueDictionary()
 
@@ -94,7 +97,7 @@ class ParallelGroup:
         self.identities = [HostIdentity.current()]
         self.memory: SymmetricMemory | None = None
         self.slot: HostSlot  # with `memory`: for this group's own operations, one after the other
-        self.decodes = False  # whether "auto" is `host`, without asking dispatch
+        self.short = ShortWay()
         self._memories: weakref.WeakSet[SymmetricMemory] = weakref.WeakSet()  # of `new_memory`
         self._transport: ProcessGroupTransport | None = None
         self.decisions: dict[Any, Any] = {}  # what dispatch chose, by shape: see dispatch.py
@@ -145,7 +148,6 @@ class ParallelGroup:
             try:
                 self.memory = SymmetricMemory(rendezvous, capacity=window, timeout=self.timeout)
                 self.slot = self.memory.slots[0]
-                self.decodes = self.implementation in ("auto", "host")
             except UnsupportedError as error:  # raised on all ranks or on none
                 self._obstacle = str(error)
         if self.memory is not None:  # all of it on one host, so that core numbers mean the same
@@ -164,6 +166,20 @@ class ParallelGroup:
                 self.communication_thread, self.overlap_reason = spare_cores(
                     [Cores.from_json(cores) for cores, _ in answers]
                 )
+            this = weakref.ref(self)  # or the functions would keep the group alive
+
+            def fail(failure: BaseException, operation: str) -> NoReturn:
+                group = this()
+                if group is None:
+                    raise failure
+                group.fail_with(failure, operation, _SHORT_WAY.get(operation, "host"))
+
+            self.short = ShortWay(
+                self.slot,
+                fail,
+                communication_thread=self.communication_thread,
+                layers=self.implementation in ("auto", "host"),
+            )
         if provider == "host" and self.memory is None and self.size > 1:
             raise UnsupportedError(
                 f"rank {self.rank}: provider='host' is not possible: {self._obstacle}; "
@@ -250,6 +266,7 @@ class ParallelGroup:
 
     def stats(self) -> dict[str, Any]:
         """`calls`: op -> implementation -> count; `seconds`: spent in blocking communication."""
+        self._count_short()
         calls: dict[str, dict[str, int]] = {}
         for (operation, implementation), count in self.calls.items():
             calls.setdefault(operation, {})[implementation] = count
@@ -261,8 +278,14 @@ class ParallelGroup:
         seconds += sum(channel.seconds for channel in self.channels)
         return {"calls": calls, "seconds": seconds}
 
+    def _count_short(self) -> None:
+        for operation, count in self.short.counts(reset=True).items():
+            if count:
+                self.calls[operation, _SHORT_WAY.get(operation, "host")] += count
+
     def reset_stats(self) -> None:
         self.calls.clear()
+        self.short.counts(reset=True)
         if self.memory is not None:
             for slot in self.memory.slots:
                 slot.reset_seconds()
@@ -283,7 +306,8 @@ class ParallelGroup:
     def close(self) -> None:
         """Leave the group in order. Local: it waits for nobody and may be called twice."""
         self._closed = True
-        self.decodes = False
+        self._count_short()
+        self.short = ShortWay()
         _groups.pop(self.name, None)
         for channel in self.channels:
             channel.leave()

@@ -37,11 +37,10 @@ class HostSlot:
     """One slot: `buffers` data buffers of `capacity` bytes per rank, and their signals."""
 
     def __init__(self, raw: Any, segment: Any, world: int, buffers: int, timeout: float) -> None:
-        self._raw = raw
+        self.raw = raw
         self._timeout = timeout
         self.capacity: int = raw.capacity
         self.piece: int = raw.piece  # bytes that an all-reduce moves in one round
-        self.raw_linear = raw.linear  # see `linear`; without it, a call less
         with torch.inference_mode(False):  # or training could not write to what inference made
             self._bytes = [
                 [
@@ -60,10 +59,10 @@ class HostSlot:
     @property
     def seconds(self) -> float:
         """Spent in calls of this slot: waiting and reducing."""
-        return self._raw.seconds
+        return self.raw.seconds
 
     def reset_seconds(self) -> None:
-        self._raw.reset_seconds()
+        self.raw.reset_seconds()
 
     def fits(self, x: Tensor) -> bool:
         """Whether one buffer can hold `x`."""
@@ -77,7 +76,7 @@ class HostSlot:
 
     def begin(self) -> int:
         """Wait until the next buffer may be overwritten; returns its index."""
-        return self._raw.begin(self._timeout)
+        return self.raw.begin(self._timeout)
 
     def view(self, rank: int, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The start of buffer `index` of `rank` as a contiguous tensor."""
@@ -97,25 +96,25 @@ class HostSlot:
 
         `source` must not change before the round is finished.
         """
-        self._raw.fill(source.data_ptr(), source.numel(), REDUCIBLE[source.dtype], kept, kept_end)
+        self.raw.fill(source.data_ptr(), source.numel(), REDUCIBLE[source.dtype], kept, kept_end)
 
     def fill_summands(self, source: Tensor) -> None:
         """`fill` for a sum of the whole round, on every rank."""
-        self._raw.fill_summands(source.data_ptr(), source.numel(), REDUCIBLE[source.dtype])
+        self.raw.fill_summands(source.data_ptr(), source.numel(), REDUCIBLE[source.dtype])
 
     def publish(self, operation: str, dtype: torch.dtype, d0: int, d1: int, d2: int) -> None:
         """Release this round's buffer to the peers; they compare (operation, dtype, d0..d2)."""
-        self._raw.publish(OPERATIONS[operation], REDUCIBLE[dtype], d0, d1, d2)
+        self.raw.publish(OPERATIONS[operation], REDUCIBLE[dtype], d0, d1, d2)
 
     def wait_any(self, peers: Sequence[int]) -> tuple[int, int]:
         """Wait for the first of `peers` to publish the oldest unread round: (its place, buffer index)."""
-        place = self._raw.wait_any(peers, self._timeout)
-        return place, self._raw.round_buffer()
+        place = self.raw.wait_any(peers, self._timeout)
+        return place, self.raw.round_buffer()
 
     def reduce(self, out: Tensor, offset: int, bias: Tensor | None = None) -> None:
         """out = sum over ranks, in rank order in fp32, of elements from `offset`, plus bias, rounded once."""
         address, period = (0, 0) if bias is None else (bias.data_ptr(), bias.numel())
-        self._raw.reduce(
+        self.raw.reduce(
             out.data_ptr(),
             offset,
             out.numel(),
@@ -127,22 +126,22 @@ class HostSlot:
 
     def reduce_in_place(self, x: Tensor) -> None:
         """Sums of the round into the buffers of all ranks, where their summands are; `x` is this rank's."""
-        self._raw.reduce_in_place(x.numel(), REDUCIBLE[x.dtype], self._timeout)
+        self.raw.reduce_in_place(x.numel(), REDUCIBLE[x.dtype], self._timeout)
 
     def finish(self) -> None:
         """Credit: this rank has read all it needs of the oldest unread round."""
-        self._raw.finish()
+        self.raw.finish()
 
     def settle(self) -> None:
         """Wait until all peers have finished what this rank has: nobody reads its buffers any more."""
-        self._raw.settle(self._timeout)
+        self.raw.settle(self._timeout)
 
     def complete(
         self, operation: str, d0: int, d1: int, d2: int, out: Tensor, bias: Tensor | None
     ) -> None:
         """publish, sum the round on every rank and finish: what a short message spends its time on."""
         address, period = (0, 0) if bias is None else (bias.data_ptr(), bias.numel())
-        self._raw.complete(
+        self.raw.complete(
             OPERATIONS[operation],
             REDUCIBLE[out.dtype],
             d0,
@@ -159,7 +158,7 @@ class HostSlot:
         self, operation: str, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor
     ) -> None:
         """out [M, N] = all_reduce(x [M, K] @ w [N, K]^T) + bias: a whole round, for few rows (_gemm.py)."""
-        self._raw.linear(
+        self.raw.linear(
             OPERATIONS[operation],
             REDUCIBLE[x.dtype],
             *out.shape,
@@ -186,7 +185,7 @@ class HostSlot:
         epsilon: float,
     ) -> None:
         """`complete` of [..., N] into `total`, then total += residual and out = rms_norm(total) * weight."""
-        self._raw.complete_rms_norm(
+        self.raw.complete_rms_norm(
             OPERATIONS[operation],
             REDUCIBLE[out.dtype],
             d0,
@@ -208,7 +207,7 @@ class HostSlot:
     def reduce_later(self, out: Tensor, offset: int | None, bias: Tensor | None = None) -> None:
         """`reduce` from `offset`, or the whole round on every rank if None, and `finish` of that round."""
         address, period = (0, 0) if bias is None else (bias.data_ptr(), bias.numel())
-        self._raw.reduce_later(
+        self.raw.reduce_later(
             out.data_ptr(),
             out.numel(),
             REDUCIBLE[out.dtype],
@@ -220,24 +219,24 @@ class HostSlot:
 
     def join(self) -> None:
         """Return when everything asked of `reduce_later` is done."""
-        self._raw.join()
+        self.raw.join()
 
     def abandon(self, reason: str) -> None:
         """Give up what `reduce_later` has not done, and this rank with it; the peers learn `reason`."""
-        self._raw.abandon(reason[:180])
+        self.raw.abandon(reason[:180])
 
     # Whole collectives of any length, chunked by the engine.
 
     def all_reduce(self, x: Tensor, out: Tensor) -> None:
         source = x.data_ptr()
         target = source if out is x else out.data_ptr()
-        self._raw.all_reduce(source, target, x.numel(), REDUCIBLE[x.dtype])
+        self.raw.all_reduce(source, target, x.numel(), REDUCIBLE[x.dtype])
 
     def all_reduce_rows(self, operation: str, x: Tensor, bias: Tensor | None) -> None:
         """x [M, N] becomes its sum over ranks, plus bias [N]."""
         address, period = (0, 0) if bias is None else (bias.data_ptr(), bias.numel())
         source = x.data_ptr()
-        self._raw.all_reduce(
+        self.raw.all_reduce(
             source,
             source,
             x.numel(),
@@ -259,7 +258,7 @@ class HostSlot:
         bias: Tensor | None = None,
     ) -> None:
         """`counts` are rows per rank, of `row` elements like bias; `x` holds them one after the other."""
-        self._raw.reduce_scatter(
+        self.raw.reduce_scatter(
             x.data_ptr(),
             out.data_ptr(),
             counts,
@@ -280,7 +279,7 @@ class HostSlot:
     ) -> None:
         """`counts` are rows per rank, of `row` elements; any dtype. `x` may be its place in `out`."""
         code = _MOVABLE.get(x.dtype, _BYTES)
-        self._raw.all_gather(
+        self.raw.all_gather(
             x.data_ptr(),
             out.data_ptr(),
             counts,
@@ -291,4 +290,4 @@ class HostSlot:
         )
 
     def barrier(self) -> None:
-        self._raw.barrier(self._timeout)
+        self.raw.barrier(self._timeout)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tp_kernels.comm.host_slot import REDUCIBLE
+from tp_kernels.comm.short_way import FEW_ROWS
 from tp_kernels.comm.symmetric_memory import _host
 
 from ._op import rows_of
@@ -17,24 +18,6 @@ Between = Callable[[], None] | None
 # Row blocks below this lose GEMM efficiency; more than a handful of blocks hides nothing more.
 MIN_BLOCK_ROWS = 256
 TARGET_BLOCKS = 4
-
-# Up to so many rows a reducing product is one round of the engine, whichever way each rank multiplies.
-SHORT_ROWS = 16
-
-
-def _few_rows() -> dict[torch.dtype, int]:
-    """Up to these, at most SHORT_ROWS, `_host.product` was faster than torch with one thread.
-
-    With weights in the cache or not; AVX-512, with matrix units that torch uses for the 16-bit dtypes.
-    """
-    try:
-        there = _host is not None and _host.has_product()
-    except ValueError:  # TP_KERNELS_ISA names none; whoever makes a group is told
-        there = False
-    return {torch.float32: 16, torch.bfloat16: 8, torch.float16: 8} if there else {}
-
-
-FEW_ROWS = _few_rows()
 
 
 def few_rows(x: Tensor, w: Tensor) -> bool:

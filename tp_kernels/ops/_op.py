@@ -26,6 +26,8 @@ ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor] | None] = {
     "silu": torch.nn.functional.silu,
     "relu": torch.nn.functional.relu,
 }
+# Implementations that `group.short` stands in for, where it can.
+SHORT = ("auto", "host")
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -195,6 +197,19 @@ def finish(y: Tensor, leading: Sequence[int], activation: str | None) -> Tensor:
 def activate(y: Tensor, activation: str | None) -> Tensor:
     function = ACTIVATIONS[activation]
     return y if function is None else function(y)
+
+
+def activated(
+    y: Tensor | tuple[Tensor, ...], activation: str | None
+) -> Tensor | tuple[Tensor, ...]:
+    """`activate` of an output or of each of several."""
+    if activation is None:
+        return y
+    return (
+        activate(y, activation)
+        if isinstance(y, Tensor)
+        else tuple(activate(z, activation) for z in y)
+    )
 
 
 def transposed(weights: Sequence[Tensor]) -> list[Tensor]:

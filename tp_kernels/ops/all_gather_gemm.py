@@ -12,11 +12,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tp_kernels.comm.group import ParallelGroup
+from tp_kernels.comm.short_way import GATHER_FIRST_ROWS
 
 from ._gemm import block_rows, linear, part_blocks, products, starts
-
-# Below this many rows a product is bound by reading the weight: gather first and read it once.
-GATHER_FIRST_ROWS = 64
 
 Gathered = tuple[list[Tensor], Tensor | None]
 

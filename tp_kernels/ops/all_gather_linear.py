@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from tp_kernels.comm.collectives import all_gather, row_counts
 from tp_kernels.comm.errors import UnsupportedError
@@ -18,6 +19,9 @@ from tp_kernels.comm.group import ParallelGroup
 from . import all_gather_gemm, gemm_reduce_scatter
 from ._gemm import linear_layers, partial_product, weight_gradients
 from ._op import (
+    ACTIVATIONS,
+    SHORT,
+    activated,
     bias_gradient,
     check_call,
     direct,
@@ -57,9 +61,18 @@ def all_gather_linear(
     Returns:
         [R, ..., N_r], or a tuple of them for several weights.
     """
-    group = check_call("all_gather_linear", group, implementation)
     if gathered not in ("keep", "redo"):
         raise UnsupportedError(f"all_gather_linear: gathered={gathered!r}; use 'keep' or 'redo'")
+    if (
+        not is_compiling()
+        and implementation in SHORT
+        and activation in ACTIVATIONS
+        and type(group) is ParallelGroup
+    ):
+        short = group.short.all_gather_linear(x, weight, bias, rows)
+        if short is not None:
+            return activated(short, activation)
+    group = check_call("all_gather_linear", group, implementation)
     x, weights, biases = prepare("all_gather_linear", group, x, weight, bias, activation)
     flat = rows_of(x)
     sizes = row_counts("all_gather_linear", flat if x.dim() == 1 else x, group, rows)

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from tp_kernels.comm.errors import ShapeError
 from tp_kernels.comm.group import ParallelGroup
+from tp_kernels.comm.short_way import SHORT_ROWS
 from tp_kernels.dispatch import choose
 
-from ._gemm import SHORT_ROWS, partial_product
+from ._gemm import partial_product
 from ._op import check_call, device_type, direct, prepare, rows_of
 from .elementwise import rms_norm
 from .linear_all_reduce import linear_all_reduce

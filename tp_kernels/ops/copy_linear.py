@@ -9,13 +9,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from tp_kernels.comm.group import ParallelGroup
 
-from . import _decode, gemm_all_reduce
+from . import gemm_all_reduce
 from ._gemm import linear_layers, partial_product, products, weight_gradients
 from ._op import (
+    ACTIVATIONS,
+    SHORT,
     activate,
+    activated,
     bias_gradient,
     check_call,
     direct,
@@ -49,10 +53,15 @@ def copy_linear(
     Returns:
         [..., N_r], or a tuple of them for several weights. The gradient of x has equal bits on all ranks.
     """
-    if bias is None and implementation in ("auto", "host") and activation is None:
-        few = _decode.copy_linear(x, (weight,) if isinstance(weight, Tensor) else weight, group)
-        if few is not None:
-            return few[0] if isinstance(weight, Tensor) else tuple(few)
+    if (
+        not is_compiling()
+        and implementation in SHORT
+        and activation in ACTIVATIONS
+        and type(group) is ParallelGroup
+    ):
+        short = group.short.copy_linear(x, weight, bias)
+        if short is not None:
+            return activated(short, activation)
     group = check_call("copy_linear", group, implementation)
     x, weights, biases = prepare("copy_linear", group, x, weight, bias, activation)
     function = _forward if direct(x, *weights, *biases) else _op

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from tp_kernels.comm.group import ParallelGroup
 from tp_kernels.comm.process_group import Pending, ordered_sum
+from tp_kernels.comm.short_way import SHORT_ROWS
 
-from ._gemm import SHORT_ROWS, Between, block_rows, blocks, few_rows, partial_product
+from ._gemm import Between, block_rows, blocks, few_rows, partial_product
 from ._round import RoundReader
 
 

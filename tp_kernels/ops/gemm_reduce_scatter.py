@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tp_kernels.comm.group import ParallelGroup
 from tp_kernels.comm.process_group import Pending, ordered_sum
+from tp_kernels.comm.short_way import SHORT_ROWS
 
 from ._gemm import Between, block_rows, part_blocks, partial_product, starts
 from ._round import RoundReader
@@ -82,7 +83,7 @@ def host(
     dtype = xs[0].dtype
     rows, width = sum(counts), ws[0].shape[0]
     out = xs[0].new_empty(counts[group.rank], width)
-    if not group.communication_thread:
+    if rows <= SHORT_ROWS or not group.communication_thread:  # as all ranks see it
         whole = partial_product(xs, ws)
         if between:
             between()

@@ -9,11 +9,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from tp_kernels.comm.group import ParallelGroup
 
-from . import _decode, gemm_all_reduce
-from ._op import bias_gradient, check_call, direct, finish, prepare, register, rows_of, run
+from . import gemm_all_reduce
+from ._op import (
+    ACTIVATIONS,
+    SHORT,
+    activate,
+    bias_gradient,
+    check_call,
+    direct,
+    finish,
+    prepare,
+    register,
+    rows_of,
+    run,
+)
 
 
 def linear_all_reduce(
@@ -42,10 +55,15 @@ def linear_all_reduce(
         ShapeError, UnsupportedError: before anything is sent.
         GroupMismatchError, CollectiveTimeoutError, PeerLostError: naming the rank concerned.
     """
-    if implementation in ("auto", "host") and activation is None:
-        y = _decode.linear_all_reduce(x, weight, bias, group)
+    if (
+        not is_compiling()
+        and implementation in SHORT
+        and activation in ACTIVATIONS
+        and type(group) is ParallelGroup
+    ):
+        y = group.short.linear_all_reduce(x, weight, bias)
         if y is not None:
-            return y
+            return y if activation is None else activate(y, activation)
     group = check_call("linear_all_reduce", group, implementation)
     x, (w,), biases = prepare("linear_all_reduce", group, x, weight, bias, activation)
     rows, b = rows_of(x), biases[0] if biases else None

@@ -9,12 +9,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from tp_kernels.comm.group import ParallelGroup
 from tp_kernels.comm.layout import split_sizes
 
 from . import all_gather_gemm, gemm_reduce_scatter
-from ._op import bias_gradient, check_call, direct, finish, prepare, register, rows_of, run
+from ._op import (
+    ACTIVATIONS,
+    SHORT,
+    activate,
+    bias_gradient,
+    check_call,
+    direct,
+    finish,
+    prepare,
+    register,
+    rows_of,
+    run,
+)
 
 
 def linear_reduce_scatter(
@@ -38,6 +51,15 @@ def linear_reduce_scatter(
     Returns:
         [split_sizes(R, W)[rank], ..., N]. Summed in fp32 in rank order, rounded once.
     """
+    if (
+        not is_compiling()
+        and implementation in SHORT
+        and activation in ACTIVATIONS
+        and type(group) is ParallelGroup
+    ):
+        y = group.short.linear_reduce_scatter(x, weight, bias)
+        if y is not None:
+            return y if activation is None else activate(y, activation)
     group = check_call("linear_reduce_scatter", group, implementation)
     x, (w,), biases = prepare("linear_reduce_scatter", group, x, weight, bias, activation)
     rows, b = rows_of(x), biases[0] if biases else None
