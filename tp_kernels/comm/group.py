@@ -231,14 +231,14 @@ class ParallelGroup:
 
         peer: the only rank that the operation waits for, if it is one.
         """
-        self._check_open(operation)
+        self.check_open(operation)
         self.calls[operation, implementation] += 1
         try:
             return function(*args)
         except BaseException as failure:
             self.fail_with(failure, operation, implementation, peer)
 
-    def _check_open(self, operation: str) -> None:
+    def check_open(self, operation: str) -> None:
         if self._closed:
             raise UnsupportedError(f"{operation}: group '{self.name}' is closed") from None
 
@@ -250,7 +250,7 @@ class ParallelGroup:
         peer: int | None = None,
     ) -> NoReturn:
         """Raise what `failure` of an operation means, and tell the peers if they have to know."""
-        self._check_open(operation)
+        self.check_open(operation)
         if isinstance(failure, TpKernelsError):
             raise failure
         if isinstance(failure, _HostFault):

@@ -2,7 +2,7 @@
 
 They answer None where the ordinary way has to be gone: another device, dtype or layout, gradients, an active
 transform, mode or autocast. Both ways make the same rounds and give the same bits, so that every rank chooses
-for itself. See csrc/host/bindings_short.cpp for why they exist.
+for itself. See csrc/host/short_way.h for why they exist.
 """
 
 from __future__ import annotations

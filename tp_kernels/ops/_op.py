@@ -1,8 +1,7 @@
 """What every op shares: argument checks, the torch library, and the way to an implementation.
 
-Public functions normalise their arguments to 2-D rows and lists of weights. Without gradients or tracing
-they call the implementation directly; otherwise they go through `torch.ops.tp_kernels.*`, which carry
-schema, fake kernel and autograd formula, so torch.compile and checkpointing see one node.
+Public functions normalise their arguments to 2-D rows and lists of weights and call an `Op`, which carries
+schema, fake kernel and autograd formula, so that torch.compile and checkpointing see one node.
 """
 
 from __future__ import annotations
@@ -31,6 +30,32 @@ SHORT = ("auto", "host")
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+class Op:
+    """A call goes by the shortest way that records what has to be recorded.
+
+    Nothing recorded: the kernel. Gradients: an autograd.Function around it, a third of the cost of torch's
+    dispatcher with Python kernels. Compilation, transforms and dispatch modes: `torch.ops.tp_kernels`.
+    """
+
+    def __init__(
+        self,
+        overload: Callable[..., Any],
+        kernel: Callable[..., Any],
+        function: type[torch.autograd.Function] | None,
+    ) -> None:
+        self._overload, self._kernel, self._function = overload, kernel, function
+
+    def __call__(self, *args: Any) -> Any:
+        if traced():
+            return self._overload(*args)
+        if self._function is not None and torch.is_grad_enabled():
+            lengths, flat = _flatten(args)
+            if any(isinstance(t, Tensor) and t.requires_grad for t in flat):
+                result = self._function.apply(lengths, *flat)
+                return result if isinstance(result, Tensor) else list(result)
+        return self._kernel(*args)
+
+
 def register(
     name: str,
     schema: str,
@@ -38,12 +63,13 @@ def register(
     fake: Callable[..., Any],
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
-) -> Any:
-    """Define `tp_kernels::name`; returns the op overload."""
+) -> Op:
+    """Define `tp_kernels::name`. `setup_context` and `backward` ask `needed(ctx)`, not ctx itself."""
     library.define(name + schema)
     library.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tp_kernels::{name}", fake, lib=library)
-    if backward is not None:
+    function = None
+    if backward is not None and setup_context is not None:
 
         def once(ctx: Any, *gradients: Any) -> Any:
             # The communication of a backward has no gradient of its own.
@@ -56,7 +82,64 @@ def register(
         torch.library.register_autograd(
             f"tp_kernels::{name}", once, setup_context=setup_context, lib=library
         )
-    return getattr(torch.ops.tp_kernels, name).default
+        function = _function(name, kernel, setup_context, once)
+    return Op(getattr(torch.ops.tp_kernels, name).default, kernel, function)
+
+
+def _function(
+    name: str,
+    kernel: Callable[..., Any],
+    setup_context: Callable[..., None],
+    backward: Callable[..., Any],
+) -> type[torch.autograd.Function]:
+    """The same op for autograd alone, which sees tensors among its arguments but not in lists."""
+
+    def forward(ctx: Any, lengths: Lengths, *flat: Any) -> Any:
+        args = _nest(lengths, flat)
+        output = kernel(*args)
+        ctx.lengths, ctx.single = lengths, isinstance(output, Tensor)
+        ctx.set_materialize_grads(False)
+        setup_context(ctx, args, output)
+        return output if ctx.single else tuple(output)
+
+    def flat_backward(ctx: Any, *gradients: Any) -> Any:
+        results = backward(ctx, gradients[0] if ctx.single else list(gradients))
+        return (None, *_flatten(results)[1])
+
+    body = {"forward": staticmethod(forward), "backward": staticmethod(flat_backward)}
+    return type(name, (torch.autograd.Function,), body)
+
+
+# By argument: how many tensors are in its list, or None for an argument that is no list of tensors.
+Lengths = tuple[int | None, ...]
+
+
+def _flatten(args: Sequence[Any]) -> tuple[Lengths, list[Any]]:
+    lengths: list[int | None] = []
+    flat: list[Any] = []
+    for arg in args:
+        if isinstance(arg, list) and all(t is None or isinstance(t, Tensor) for t in arg):
+            lengths.append(len(arg))
+            flat.extend(arg)
+        else:
+            lengths.append(None)
+            flat.append(arg)
+    return tuple(lengths), flat
+
+
+def _nest(lengths: Lengths, flat: Sequence[Any]) -> tuple[Any, ...]:
+    values = iter(flat)
+    return tuple(
+        next(values) if length is None else [next(values) for _ in range(length)]
+        for length in lengths
+    )
+
+
+def needed(ctx: Any) -> tuple[Any, ...]:
+    """ctx.needs_input_grad by argument, with a list where the argument is one."""
+    if hasattr(ctx, "lengths"):
+        return _nest(ctx.lengths, ctx.needs_input_grad[1:])
+    return tuple(ctx.needs_input_grad)
 
 
 def run(
@@ -76,11 +159,18 @@ def run(
     return group.run(operation, name, kernels[name], group, *args)
 
 
+def traced() -> bool:
+    """Whether more than autograd has to see ops: a compiler, a function transform, a dispatch mode."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
+
+
 def direct(*tensors: Tensor | None) -> bool:
     """True when nothing needs to see an op: no gradient, no tracing, no function transform."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return False
-    if torch._C._len_torch_dispatch_stack():
+    if traced():
         return False
     if torch.is_grad_enabled():
         return not any(t is not None and t.requires_grad for t in tensors)
@@ -102,6 +192,7 @@ def check_call(operation: str, group: Any, implementation: str) -> ParallelGroup
         raise UnsupportedError(
             f"{operation}: implementation={implementation!r}; known are {', '.join(IMPLEMENTATIONS)}"
         )
+    group.check_open(operation)
     return group
 
 

@@ -26,6 +26,7 @@ from ._op import (
     check_call,
     direct,
     finish,
+    needed,
     prepare,
     register,
     rows_of,
@@ -78,12 +79,9 @@ def all_gather_linear(
     sizes = row_counts("all_gather_linear", flat if x.dim() == 1 else x, group, rows)
     inner = x.shape[1:-1].numel()
     counts = [size * inner for size in sizes]
-    if direct(flat, *weights, *biases):
-        ys = _forward(flat, weights, biases, counts, False, group.name, implementation)
-    else:
-        keep = gathered == "keep" and group.size > 1
-        ys = _op(flat, weights, biases, counts, keep, group.name, implementation)
-        ys = ys[:-1] if keep else ys
+    keep = gathered == "keep" and group.size > 1 and not direct(flat, *weights, *biases)
+    ys = _op(flat, weights, biases, counts, keep, group.name, implementation)
+    ys = ys[:-1] if keep else ys
     leading = (sum(sizes), *x.shape[1:-1])
     outs = tuple(finish(y, leading, activation) for y in ys)
     return outs[0] if isinstance(weight, Tensor) else outs
@@ -147,7 +145,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 def _backward(ctx: Any, dys: list[Tensor]) -> tuple[Any, ...]:
     x, *weights = ctx.saved_tensors
-    need_x, need_w, need_b = ctx.needs_input_grad[:3]
+    need_x, need_w, need_b = needed(ctx)[:3]
     rows = sum(ctx.counts)
     dys = [
         x.new_zeros(rows, w.shape[0]) if dy is None else dy

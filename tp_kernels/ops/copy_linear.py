@@ -18,11 +18,10 @@ from ._gemm import linear_layers, partial_product, products, weight_gradients
 from ._op import (
     ACTIVATIONS,
     SHORT,
-    activate,
     activated,
     bias_gradient,
     check_call,
-    direct,
+    needed,
     prepare,
     register,
     rows_of,
@@ -64,10 +63,8 @@ def copy_linear(
             return activated(short, activation)
     group = check_call("copy_linear", group, implementation)
     x, weights, biases = prepare("copy_linear", group, x, weight, bias, activation)
-    function = _forward if direct(x, *weights, *biases) else _op
-    ys = function(x, weights, biases, group.name, implementation)
-    outs = tuple(ys) if activation is None else tuple(activate(y, activation) for y in ys)
-    return outs[0] if isinstance(weight, Tensor) else outs
+    ys = tuple(_op(x, weights, biases, group.name, implementation))
+    return activated(ys[0] if isinstance(weight, Tensor) else ys, activation)
 
 
 def _forward(
@@ -97,7 +94,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 def _backward(ctx: Any, dys: list[Tensor]) -> tuple[Any, ...]:
     x, *weights = ctx.saved_tensors
-    need_x, need_w, need_b = ctx.needs_input_grad[:3]
+    need_x, need_w, need_b = needed(ctx)[:3]
     dys = [
         x.new_zeros(*x.shape[:-1], w.shape[0]) if dy is None else dy
         for dy, w in zip(dys, weights, strict=True)

@@ -20,8 +20,8 @@ from ._op import (
     activate,
     bias_gradient,
     check_call,
-    direct,
     finish,
+    needed,
     prepare,
     register,
     rows_of,
@@ -67,10 +67,7 @@ def linear_all_reduce(
     group = check_call("linear_all_reduce", group, implementation)
     x, (w,), biases = prepare("linear_all_reduce", group, x, weight, bias, activation)
     rows, b = rows_of(x), biases[0] if biases else None
-    if direct(rows, w, b):
-        y = _run(group, rows, w, b, implementation)
-    else:
-        y = _op(rows, w, b, group.name, implementation)
+    y = _op(rows, w, b, group.name, implementation)
     return finish(y, x.shape[:-1], activation)
 
 
@@ -106,16 +103,17 @@ def _fake(x: Tensor, w: Tensor, bias: Tensor | None, group_name: str, impl: str)
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, w, bias, _, _ = inputs
-    need_x, need_w = ctx.needs_input_grad[:2]
+    need_x, need_w = needed(ctx)[:2]
     ctx.save_for_backward(x if need_w else None, w if need_x else None)
     ctx.has_bias = bias is not None
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, w = ctx.saved_tensors
-    dx = torch.mm(dy, w) if ctx.needs_input_grad[0] else None
-    dw = torch.mm(dy.t(), x) if ctx.needs_input_grad[1] else None
-    db = bias_gradient(dy) if ctx.has_bias and ctx.needs_input_grad[2] else None
+    need_x, need_w, need_b = needed(ctx)[:3]
+    dx = torch.mm(dy, w) if need_x else None
+    dw = torch.mm(dy.t(), x) if need_w else None
+    db = bias_gradient(dy) if ctx.has_bias and need_b else None
     return dx, dw, db, None, None
 
 

@@ -21,8 +21,8 @@ from ._op import (
     activate,
     bias_gradient,
     check_call,
-    direct,
     finish,
+    needed,
     prepare,
     register,
     rows_of,
@@ -67,7 +67,7 @@ def linear_reduce_scatter(
     inner = x.shape[1:-1].numel()
     sizes = split_sizes(first, group.size)
     counts = [size * inner for size in sizes]
-    y = (_forward if direct(rows, w, b) else _op)(rows, w, b, counts, group.name, implementation)
+    y = _op(rows, w, b, counts, group.name, implementation)
     return finish(y, (sizes[group.rank], *x.shape[1:-1]), activation)
 
 
@@ -111,7 +111,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, w = ctx.saved_tensors
-    need_x, need_w, need_b = ctx.needs_input_grad[:3]
+    need_x, need_w, need_b = needed(ctx)[:3]
     dx, dw, db = _backward_op(
         dy, x, w, ctx.counts, need_x, need_w, ctx.has_bias and need_b, ctx.group_name, ctx.impl
     )

@@ -28,7 +28,7 @@ def reduce_from_ranks(x: Tensor, *, group: ParallelGroup) -> Tensor:
     """Sum of x [...] over the ranks; the gradient, equal on all ranks, passes unchanged."""
     if group.size == 1:
         return x
-    return (_reduce if direct(x) else _reduce_op)(x, group.name)
+    return _reduce_op(x, group.name)
 
 
 def copy_to_ranks(x: Tensor, *, group: ParallelGroup) -> Tensor:
@@ -41,7 +41,7 @@ def scatter_rows(x: Tensor, *, group: ParallelGroup) -> Tensor:
     if group.size == 1:
         return x
     counts = split_sizes(x.shape[0], group.size)
-    return (_scatter if direct(x) else _scatter_op)(x, counts, group.name)
+    return _scatter_op(x, counts, group.name)
 
 
 def gather_rows(
@@ -57,8 +57,6 @@ def gather_rows(
     if group.size == 1:
         return x
     counts = collectives.row_counts("gather_rows", x, group, rows)
-    if direct(x):
-        return _gather(x, counts, False, group.name)
     return _gather_op(x, counts, gradient == "reduce_scatter", group.name)
 
 
@@ -66,7 +64,7 @@ def gather_features(x: Tensor, sizes: Sequence[int], *, group: ParallelGroup) ->
     """[..., sizes[rank]] -> [..., sum(sizes)], for use that is the same on all ranks."""
     if group.size == 1:
         return x
-    return (_features if direct(x) else _features_op)(x, list(sizes), group.name)
+    return _features_op(x, list(sizes), group.name)
 
 
 def _reduce(x: Tensor, name: str) -> Tensor:
