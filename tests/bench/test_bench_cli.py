@@ -5,14 +5,23 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 
 import pytest
 from typer.testing import CliRunner
 
 from tests.bench.test_peers import environment_with_fakes
 from tp_kernels import Ranks, ShapeError, all_reduce
-from tp_kernels.bench.collectives import Buffers
-from tp_kernels.bench.pool import Pool, Work
+from tp_kernels.bench.collectives import (
+    OPS,
+    buffers_of,
+    gloo,
+    ours,
+    through_engine,
+    through_python,
+)
+from tp_kernels.bench.pool import Pool
+from tp_kernels.bench.slices import Work
 from tp_kernels.bench.timing import Budget, Measurement, WrongResultError
 from tp_kernels.cli import main
 from tp_kernels.cli.app import app
@@ -150,7 +159,7 @@ def test_a_wrong_result_of_the_engine_is_refused():
 
 
 def forgetful(group, case) -> Work:
-    buffers = Buffers(group, case)
+    buffers = buffers_of(group, case)
     calls = 0
 
     def call() -> None:
@@ -160,6 +169,29 @@ def forgetful(group, case) -> Work:
         all_reduce(buffers.x, group, buffers.x.clone() if forgets else buffers.x)
 
     return buffers.work(call)
+
+
+def test_every_contestant_writes_its_input():
+    """In real ranks: without that the result is wrong."""
+    builders = {
+        "host": partial(ours, via=through_python),
+        "raw": partial(ours, via=through_engine),
+        "gloo": gloo,
+    }
+    with Ranks(2, threads=1) as ranks:
+        pool = Pool(ranks, bind=False)
+        for name, build in builders.items():
+            for op in OPS:
+                case = {"op": op, "dtype": "bfloat16", "world": 2, "bytes": 64}
+                careless = pool.contestant(name, partial(without_writing, build=build))
+                with pytest.raises(WrongResultError, match=f"{name}: wrong result"):
+                    Measurement(case, Budget(1, 1e-6), {}).run([careless])
+
+
+def without_writing(group, case, build) -> Work:
+    work = build(group, case)
+    work.before = lambda: None
+    return work
 
 
 def test_ranks_stay_on_their_cores():

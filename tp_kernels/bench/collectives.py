@@ -1,8 +1,9 @@
 """`tp-kernels bench collectives`: all-reduce, reduce-scatter and all-gather, by size.
 
 `bytes` are those of the whole: the tensor of an all-reduce, the input of a reduce-scatter, the output of an
-all-gather. Tensors are made once; `all_reduce` runs in place, as in torch.distributed and DeepSpeed. What is
-timed in place are zeros, whose sum does not grow; the checked calls have other inputs.
+all-gather. Tensors are made once; `all_reduce` runs in place, as in torch.distributed and DeepSpeed. Before
+every call each rank writes its input anew, in all contestants, and the ranks meet at a barrier; neither is
+timed. A call takes as long as on the rank where it took longest.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from tp_kernels.comm.collectives import all_gather, all_reduce, reduce_scatter
 from tp_kernels.comm.host_slot import OPERATIONS, REDUCIBLE
 
 from .peers import Peers
-from .pool import Case, Pool, Work, check_worlds
-from .slices import collective_error, collective_sizes, pattern
+from .pool import Case, Pool, check_worlds
+from .slices import Buffers, Work
 from .timing import Budget, Contestant, Measurement, Progress, Sample
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather")
@@ -107,64 +108,17 @@ def row(case: Case, samples: dict[str, Sample], absent: dict[str, str]) -> dict[
 # In a rank.
 
 
-class Buffers:
-    """Input and output of one case on this rank; one tensor for an all-reduce."""
-
-    def __init__(self, group: ParallelGroup, case: Case) -> None:
-        self.op, self.dtype = case["op"], case["dtype"]
-        self.rank, self.world = group.rank, group.size
-        dtype = getattr(torch, self.dtype)
-        self.numel = case["bytes"] // dtype.itemsize
-        self.width = case.get("width", 1)
-        inputs, outputs, self.counts = collective_sizes(
-            self.op, self.numel, self.world, self.rank, self.width
-        )
-        self.x = torch.empty(inputs, dtype=dtype)
-        self.out = self.x if self.op == "all_reduce" else torch.empty(outputs, dtype=dtype)
-        self.fill()
-
-    def fill(self) -> None:
-        """Zeros where sums pile up from call to call, else the known input."""
-        self.x.zero_() if self.out is self.x else self.known_input()
-
-    def known_input(self) -> None:
-        self.x.copy_(torch.from_numpy(pattern(self.rank, 0, self.x.numel())))
-
-    def work(self, call: Callable[[], Any]) -> Work:
-        in_place = self.out is self.x
-
-        def check() -> float:
-            worst = 0.0 if in_place else self._error()  # of the last timed call
-            if in_place:
-                self.known_input()
-            else:
-                self.out.fill_(float("nan"))
-            call()
-            worst = max(worst, self._error())
-            self.fill()
-            return worst
-
-        return Work(call, check)
-
-    def _error(self) -> float:
-        return collective_error(
-            self.op,
-            self.numel,
-            self.world,
-            self.rank,
-            self.dtype,
-            lambda start, stop: self.out[start:stop].float().numpy(),
-            self.width,
-        )
-
-
 Call = Callable[[], Any]
+
+
+def buffers_of(group: ParallelGroup, case: Case) -> Buffers:
+    return Buffers(case, group.rank, group.size, in_place=case["op"] == "all_reduce")
 
 
 def ours(group: ParallelGroup, case: Case, via: Callable[[ParallelGroup, Buffers], Call]) -> Work:
     if group.memory is None:
         raise UnsupportedError(f"there is no shared memory here: {group.provider_reason}")
-    buffers = Buffers(group, case)
+    buffers = buffers_of(group, case)
     return buffers.work(via(group, buffers))
 
 
@@ -198,7 +152,7 @@ def through_engine(group: ParallelGroup, buffers: Buffers) -> Call:
 
 def gloo(group: ParallelGroup, case: Case) -> Work | str:
     """torch.distributed with the same tensors."""
-    buffers = Buffers(group, case)
+    buffers = buffers_of(group, case)
     x, out = buffers.x, buffers.out
     if buffers.op == "all_reduce":
         return buffers.work(lambda: dist.all_reduce(x))

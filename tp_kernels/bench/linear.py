@@ -1,7 +1,8 @@
 """`tp-kernels bench linear`: the four fused ops against their limits, by shape.
 
-T_gemm is the fastest unsplit product of a rank's shard, T_comm the collective alone, T_serial both one after
-the other, T_fused the op as `implementation="auto"` runs it.
+T_gemm is the fastest unsplit product of a rank's shard, T_comm the collective alone as it is timed in
+`tp-kernels bench collectives`, T_serial both one after the other, T_fused the op as
+`implementation="auto"` runs it.
 
     E = 1 - (T_fused - T_gemm) / (T_serial - T_gemm)     share of the communication that is hidden
     T_ideal = max(T_gemm, T_comm);  T_ideal / T_fused    how close to the limit

@@ -114,7 +114,8 @@ def collectives(
     """All-reduce, reduce-scatter and all-gather by size, beside gloo, DeepSpeed and Open MPI.
 
     All contestants are alive at once and take turns; a call counts with its slowest rank; every
-    result is checked against float64 in the same run. `make bench-peers` installs the peers.
+    result is checked against float64 in the same run. Before a call every rank writes its input
+    anew, then the ranks meet; neither is timed. `make bench-peers` installs the peers.
 
         tp-kernels bench collectives --quick
         tp-kernels bench collectives --op all_reduce --bytes 16K --world 2,4,8
