@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
-from tp_kernels.comm import ParallelGroup, Ranks, ShapeError, barrier
+from tp_kernels.comm import ParallelGroup, Ranks, barrier
 
 from .slices import Work, timed_calls
 from .timing import RankSlice
@@ -48,13 +48,6 @@ class PoolContestant:
 
     def finish(self) -> None:
         self._ranks.run(finish, self.name)
-
-
-def check_worlds(worlds: Sequence[int]) -> None:
-    """One rank has nobody to exchange with."""
-    for world in worlds:
-        if world < 2:
-            raise ShapeError(f"{world} rank communicates nothing; measure 2 ranks or more")
 
 
 def cores_of(rank: int, threads: int, usable: list[int]) -> set[int]:
