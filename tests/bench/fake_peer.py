@@ -37,9 +37,10 @@ class Fake:
     def meet(self) -> None:
         pass
 
-    def collective(self, op, dtype, numel):
-        if op != "all_reduce":
+    def collective(self, case):
+        if case["op"] != "all_reduce":
             return "has an all-reduce only"
+        numel = case["bytes"] // 4
         out = np.empty(numel, np.float32)
 
         def call() -> None:
@@ -59,10 +60,10 @@ class Fake:
         def check() -> float:
             call()
             return slices.collective_error(
-                op, numel, self.world, self.rank, dtype, lambda a, b: out[a:b]
+                "all_reduce", numel, self.world, self.rank, "float32", lambda a, b: out[a:b]
             )
 
-        return call, check
+        return slices.Work(call, check)
 
 
 if __name__ == "__main__":

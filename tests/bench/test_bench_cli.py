@@ -5,15 +5,29 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
+from functools import partial
 
 import pytest
 from typer.testing import CliRunner
 
 from tests.bench.test_peers import environment_with_fakes
 from tp_kernels import Ranks, ShapeError, all_reduce
-from tp_kernels.bench.collectives import Buffers
-from tp_kernels.bench.pool import Pool, Work
+from tp_kernels.bench import block as work_block
+from tp_kernels.bench import collectives as work_collectives
+from tp_kernels.bench import linear as work_linear
+from tp_kernels.bench.collectives import (
+    OPS,
+    buffers_of,
+    gloo,
+    ours,
+    through_engine,
+    through_python,
+)
+from tp_kernels.bench.pool import Pool
+from tp_kernels.bench.slices import Work
 from tp_kernels.bench.timing import Budget, Measurement, WrongResultError
+from tp_kernels.cli import bench as cli_bench
 from tp_kernels.cli import main
 from tp_kernels.cli.app import app
 from tp_kernels.cli.bench import _numbers
@@ -105,6 +119,25 @@ def test_compare_by_command_and_by_option(tmp_path):
         assert "2 rows: 0 faster, 0 slower" in text and "differ" not in text
 
 
+@pytest.mark.parametrize("work", [work_block, work_collectives, work_linear])
+def test_settings_are_the_usual_ones_but_for_the_options(work, monkeypatch):
+    kind = work.__name__.rpartition(".")[2]
+    found = []
+    monkeypatch.setattr(cli_bench, "_run", lambda *arguments: found.append(arguments))
+    bench(kind)
+    bench(kind, "--quick")
+    bench(kind, "--quick", "--world", "2,3", "--threads", 2, "--no-bind", "--slice", 0.5)
+    bench(kind, "--rounds", 7)
+    assert all(arguments[:2] == (kind, work.run) for arguments in found)
+    seconds = work.Settings().budget.seconds
+    assert [arguments[2] for arguments in found] == [
+        replace(work.Settings(), worlds=[2]),
+        replace(work.QUICK, worlds=[2]),
+        replace(work.QUICK, worlds=[2, 3], threads=2, bind=False, budget=Budget(2, 0.5)),
+        replace(work.Settings(), worlds=[2], budget=Budget(7, seconds)),
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "explanation"),
     [
@@ -112,8 +145,10 @@ def test_compare_by_command_and_by_option(tmp_path):
         (["collectives", "--bytes", "6"], "6 bytes are not a number of float32"),
         (["collectives", "--bytes", "4Q"], "--bytes 4Q: use positive numbers"),
         (["collectives", "--world", "1"], "measure 2 ranks or more"),
+        (["collectives", "--world", ""], "--world: give at least one number"),
         (["collectives", "--peers", "/nonexistent"], "make bench-peers"),
         (["linear", "--without", "nccl"], "--without nccl: known are"),
+        (["linear", "--dtype", "float32,float16"], "--dtype float32,float16: known are"),
         (["block", "--hidden", "100"], "no preset has hidden size 100"),
         (["compare", "/nonexistent.json", "/nonexistent.json"], "cannot be read"),
     ],
@@ -150,7 +185,7 @@ def test_a_wrong_result_of_the_engine_is_refused():
 
 
 def forgetful(group, case) -> Work:
-    buffers = Buffers(group, case)
+    buffers = buffers_of(group, case)
     calls = 0
 
     def call() -> None:
@@ -160,6 +195,29 @@ def forgetful(group, case) -> Work:
         all_reduce(buffers.x, group, buffers.x.clone() if forgets else buffers.x)
 
     return buffers.work(call)
+
+
+def test_every_contestant_writes_its_input():
+    """In real ranks: without that the result is wrong."""
+    builders = {
+        "host": partial(ours, via=through_python),
+        "raw": partial(ours, via=through_engine),
+        "gloo": gloo,
+    }
+    with Ranks(2, threads=1) as ranks:
+        pool = Pool(ranks, bind=False)
+        for name, build in builders.items():
+            for op in OPS:
+                case = {"op": op, "dtype": "bfloat16", "world": 2, "bytes": 64}
+                careless = pool.contestant(name, partial(without_writing, build=build))
+                with pytest.raises(WrongResultError, match=f"{name}: wrong result"):
+                    Measurement(case, Budget(1, 1e-6), {}).run([careless])
+
+
+def without_writing(group, case, build) -> Work:
+    work = build(group, case)
+    work.before = lambda: None
+    return work
 
 
 def test_ranks_stay_on_their_cores():

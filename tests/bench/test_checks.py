@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tp_kernels import ParallelGroup
-from tp_kernels.bench import block_work, linear_work, pool, slices
+from tp_kernels.bench import block_work, linear_work, peer_worker, pool, slices
 from tp_kernels.bench.products import column_sum_error, product_error, random
 
 WORLD, NUMEL = 3, 3001
@@ -87,6 +87,75 @@ def test_sums_of_columns_are_checked():
     assert column_sum_error(a.sum(0), a) <= 1.0
     assert column_sum_error(a[1:].sum(0), a) > 1.0
     assert column_sum_error(a.sum(0)[1:], a) == math.inf
+
+
+def test_ranks_meet_between_writing_and_every_call(monkeypatch):
+    log: list[str] = []
+    work = slices.Work(lambda: log.append("call"), lambda: 0.0, lambda: log.append("write"))
+    clock = iter([0, 1, 10, 12, 20, 23])
+    monkeypatch.setattr(slices, "perf_counter", lambda: log.append("clock") or next(clock))
+    assert slices.timed_calls(work, 2, 1, lambda: log.append("meet")) == [2, 3]
+    assert log == ["write", "meet", "clock", "call", "clock"] * 3
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_the_last_timed_call_is_checked_too(in_place):
+    buffers = slices.Buffers(
+        {"op": "all_reduce", "dtype": "float32", "bytes": 400}, 0, 1, in_place=in_place
+    )
+    work = buffers.work(lambda: buffers.out.copy_(buffers.x))
+    slices.timed_calls(work, 1, 1, lambda: None)
+    assert work.check() == 0.0
+    buffers.out[7] += 1
+    assert work.check() > 1.0
+
+
+class MPI:
+    """The calls of mpi4py that a lone rank makes."""
+
+    SUM = FLOAT = None
+
+    def Allreduce(self, x, out, _):
+        out[:] = x
+
+    def Reduce_scatter(self, x, out, counts, _):
+        assert counts == [len(x)]
+        out[:] = x
+
+    def Allgatherv(self, x, whole):
+        out, counts, starts, _ = whole
+        assert (counts, starts) == ([len(x)], [0])
+        out[:] = x
+
+
+def peer(kind: type, **attributes) -> object:
+    """One of the peers as a lone rank, without its library."""
+    made = object.__new__(kind)
+    made.__dict__ |= {"rank": 0, "world": 1, **attributes}
+    return made
+
+
+DEEPSPEED = peer(peer_worker.DeepSpeed, level=2, all_reduce=lambda x: x)
+OPENMPI = peer(peer_worker.OpenMPI, comm=MPI(), mpi=MPI)
+
+
+@pytest.mark.parametrize(
+    ("one", "op", "dtype"),
+    [
+        (DEEPSPEED, "all_reduce", "float32"),
+        (DEEPSPEED, "all_reduce", "bfloat16"),
+        (OPENMPI, "all_reduce", "float32"),
+        (OPENMPI, "reduce_scatter", "float32"),
+        (OPENMPI, "all_gather", "float32"),
+    ],
+)
+def test_peers_write_their_input(one, op, dtype):
+    """Without that the result is wrong."""
+    work = peer_worker.prepare(one, {"op": op, "dtype": dtype, "bytes": 400})
+    slices.timed_calls(work, 1, 1, lambda: None)
+    assert work.check() == 0.0
+    work.before = lambda: None
+    assert work.check() > 1.0
 
 
 @pytest.fixture

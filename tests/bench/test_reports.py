@@ -8,55 +8,57 @@ import math
 import os
 import platform
 import socket
+from functools import partial
 
 import pytest
 from rich.console import Console
 
 from tp_kernels import UnsupportedError
-from tp_kernels.bench import block, collectives, compare, linear, plots, report, tables
+from tp_kernels.bench import (
+    block,
+    collectives,
+    compare,
+    linear,
+    measure,
+    plots,
+    report,
+    tables,
+)
 from tp_kernels.bench.environment import differences, environment
 from tp_kernels.bench.timing import Sample
 
 FACTS = environment({"openmpi": "5.0"})
 
 
-def sample(median: float, low: float = 0.9, high: float = 1.2) -> dict:
+def sample(median: float, low: float = 0.9, high: float = 1.2) -> Sample:
     """Of `median` microseconds."""
-    return Sample([median * 1e-6 * factor for factor in (low, 1.0, high)]).to_json()
+    return Sample([median * 1e-6 * factor for factor in (low, 1.0, high)])
 
 
 def document(kind: str, *rows: dict, not_run=()) -> dict:
     return report.document(kind, FACTS, {"threads": 1}, rows, list(not_run))
 
 
-def collective_row(size: int, absent=None, **medians: float) -> dict:
+def collective_row(size: int, **medians: float) -> dict:
     case = {"op": "all_reduce", "dtype": "float32", "world": 2, "bytes": size}
-    samples = {name: Sample([median * 1e-6] * 3) for name, median in medians.items()}
-    return collectives.row(case, samples, absent or {})
+    samples = {name: sample(median, 1.0, 1.0) for name, median in medians.items()}
+    return measure.row(case, samples, {}, collectives.derived)
 
 
 def linear_row(rows: int = 128, way: str = "forward", **microseconds: float) -> dict:
     case = {"op": "linear_all_reduce", "pass": way, "dtype": "float32", "world": 2}
     case |= {"hidden": 512, "rows": rows}
-    medians = {name.replace("_", " "): value * 1e-6 for name, value in microseconds.items()}
-    auto = "host" if "host" in medians else "local"
-    return {
-        "case": case,
-        "contestants": {name: sample(value * 1e6) for name, value in medians.items()},
-        "absent": {},
-        "derived": linear.derived(case, medians, auto),
-    }
+    samples = {name.replace("_", " "): sample(value) for name, value in microseconds.items()}
+    auto = "host" if "host" in samples else "local"
+    return measure.row(case, samples, {}, partial(linear.derived, auto=auto))
 
 
 def block_row(part: str, rows: int) -> dict:
     case = {"part": part, "pass": "forward", "dtype": "float32", "world": 2}
-    medians = {"host": 1e-3, "reference": 2e-3, "1 process, 1 thread": 3e-3}
-    return {
-        "case": {**case, "hidden": 576, "rows": rows},
-        "contestants": {name: sample(value * 1e6) for name, value in medians.items()},
-        "absent": {},
-        "derived": block.derived(medians),
-    }
+    case |= {"hidden": 576, "rows": rows}
+    microseconds = {"host": 1e3, "reference": 2e3, "1 process, 1 thread": 3e3}
+    samples = {name: sample(value) for name, value in microseconds.items()}
+    return measure.row(case, samples, {}, block.derived)
 
 
 REPORTS = {
@@ -261,7 +263,7 @@ def test_pictures_without_matplotlib_are_explained(monkeypatch):
     ],
 )
 def test_a_change_counts_only_outside_both_spreads(old, new, verdict):
-    change = compare.Change("case", "host", sample(*old), sample(*new))
+    change = compare.Change("case", "host", sample(*old).to_json(), sample(*new).to_json())
     assert change.verdict == verdict
     assert change.ratio == pytest.approx(new[0] / old[0])
 

@@ -26,8 +26,9 @@ from tp_kernels.layers import (
 )
 from tp_kernels.ops.elementwise import rms_norm
 
-from .pool import Case, Work, group_of_rank
+from .pool import Case, group_of_rank
 from .products import random
+from .slices import Work
 
 PARTS = ("mlp", "attention", "block")
 EPSILON = 1e-5
@@ -142,7 +143,7 @@ def work(group: ParallelGroup, case: Case, implementation: str) -> Work:
     here = layer(case["part"], hidden)
     module = here.module
     own = group if group.size == 1 else group_for(implementation)
-    start = partial(here.use, own)
+    use = partial(here.use, own)
     x = random(1, 1, rows, hidden)
     cache, options = None, {}
     if rows == 1 and case["part"] != "mlp":
@@ -163,7 +164,7 @@ def work(group: ParallelGroup, case: Case, implementation: str) -> Work:
         return error_of(forward(), y)
 
     if case["pass"] == "forward":
-        return Work(forward, check, start)
+        return Work(forward, check, use)
     leaf, dy = x.requires_grad_(), random(2, 1, rows, hidden)
     parameters = list(module.parameters())
 
@@ -173,7 +174,7 @@ def work(group: ParallelGroup, case: Case, implementation: str) -> Work:
     def check_gradients() -> float:
         return gradient_error(module, backward(), oracle(case["part"], hidden, rows, backward=True))
 
-    return Work(backward, check_gradients, start)
+    return Work(backward, check_gradients, use)
 
 
 def gradient_error(module: nn.Module, found: tuple[Tensor, ...], exact: list[Any]) -> float:

@@ -1,29 +1,31 @@
 """`tp-kernels bench collectives`: all-reduce, reduce-scatter and all-gather, by size.
 
 `bytes` are those of the whole: the tensor of an all-reduce, the input of a reduce-scatter, the output of an
-all-gather. Tensors are made once; `all_reduce` runs in place, as in torch.distributed and DeepSpeed. What is
-timed in place are zeros, whose sum does not grow; the checked calls have other inputs.
+all-gather. Tensors are made once; `all_reduce` runs in place, as in torch.distributed and DeepSpeed. Before
+every call each rank writes its input anew, in all contestants, and the ranks meet at a barrier; neither is
+timed. A call takes as long as on the rank where it took longest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tp_kernels.comm import ParallelGroup, Ranks, ShapeError, UnsupportedError
+from tp_kernels.comm import ParallelGroup, ShapeError, UnsupportedError
 from tp_kernels.comm.collectives import all_gather, all_reduce, reduce_scatter
 from tp_kernels.comm.host_slot import OPERATIONS, REDUCIBLE
 
+from . import measure
 from .peers import Peers
-from .pool import Case, Pool, Work, check_worlds
-from .slices import collective_error, collective_sizes, pattern
-from .timing import Budget, Contestant, Measurement, Progress, Sample
+from .pool import Case
+from .slices import Buffers, Work
+from .timing import Budget, Contestant, Progress
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather")
 DTYPES = ("float32", "bfloat16")
@@ -33,21 +35,19 @@ PEERS = ("gloo", "deepspeed", "openmpi")
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(measure.Settings):
     """What to measure."""
 
     ops: Sequence[str] = OPS
     dtypes: Sequence[str] = DTYPES
-    worlds: Sequence[int] = (2,)
     sizes: Sequence[int] = SIZES
-    threads: int = 1
-    bind: bool = True
-    budget: Budget = field(default_factory=Budget)
+
+
+QUICK = Settings(dtypes=("float32",), sizes=(4 << 10, 256 << 10, 4 << 20), budget=Budget(2, 0.01))
 
 
 def run(settings: Settings, peers: Peers, progress: Progress) -> list[dict[str, Any]]:
     """One row per op, dtype, world size and number of bytes; `peers` records who did not run."""
-    check_worlds(settings.worlds)
     for size in settings.sizes:
         for dtype in settings.dtypes:
             if size < 1 or size % getattr(torch, dtype).itemsize:
@@ -59,112 +59,47 @@ def run(settings: Settings, peers: Peers, progress: Progress) -> list[dict[str, 
         for dtype in settings.dtypes
         for size in settings.sizes
     ]
-    rows: list[dict[str, Any]] = []
-    for world in settings.worlds:
-        with ExitStack() as stack:
-            progress(f"starting {world} ranks", len(rows), len(cases))
-            ranks = stack.enter_context(Ranks(world, threads=settings.threads))
-            pool = Pool(ranks, bind=settings.bind)
-            contestants: list[Contestant] = [
-                pool.contestant("host", partial(ours, via=through_python)),
-                pool.contestant("raw", partial(ours, via=through_engine)),
-            ]
-            if "gloo" not in peers.without:
-                contestants.append(pool.contestant("gloo", gloo, ours=False))
-            names = ("deepspeed", "openmpi")
-            contestants += peers.start(stack, names, world, settings.threads, settings.bind)
-            lost: dict[str, str] = {}
-            for case in cases:
-                if case["world"] == world:
-                    what = f"{case['op']} {case['dtype']} {case['bytes']} bytes, {world} ranks"
-                    progress(what, len(rows), len(cases))
-                    done = Measurement(case, settings.budget, lost).run(contestants)
-                    rows.append(row(case, done.samples, done.absent))
-            peers.note(world, lost)
-    return rows
+
+    def start(stack: ExitStack, world: int) -> tuple[list[Contestant], measure.Derive]:
+        pool = measure.start_pool(stack, settings, world)
+        contestants: list[Contestant] = [
+            pool.contestant("host", partial(ours, via=through_python)),
+            pool.contestant("raw", partial(ours, via=through_engine)),
+        ]
+        if "gloo" not in peers.without:
+            contestants.append(pool.contestant("gloo", gloo, ours=False))
+        names = ("deepspeed", "openmpi")
+        contestants += peers.start(stack, names, world, settings.threads, settings.bind)
+        return contestants, derived
+
+    return measure.measure(cases, start, settings, peers, progress)
 
 
-def row(case: Case, samples: dict[str, Sample], absent: dict[str, str]) -> dict[str, Any]:
-    """A result as it is written: times, and what follows from them."""
-    host = samples["host"].median
-    best = min(
-        (name for name in PEERS if name in samples),
-        key=lambda name: samples[name].median,
-        default=None,
-    )
+def derived(case: Case, medians: Mapping[str, float]) -> dict[str, Any]:
+    """What follows from the medians (seconds) of a case."""
+    host = medians["host"]
+    best = min((name for name in PEERS if name in medians), key=lambda n: medians[n], default=None)
     return {
-        "case": dict(case),
-        "contestants": {name: sample.to_json() for name, sample in samples.items()},
-        "absent": absent,
-        "derived": {
-            "gigabytes_per_second": case["bytes"] / host / 1e9,
-            "best_peer": best,
-            "best_peer_over_host": samples[best].median / host if best else None,
-        },
+        "gigabytes_per_second": case["bytes"] / host / 1e9,
+        "best_peer": best,
+        "best_peer_over_host": medians[best] / host if best else None,
     }
 
 
 # In a rank.
 
 
-class Buffers:
-    """Input and output of one case on this rank; one tensor for an all-reduce."""
-
-    def __init__(self, group: ParallelGroup, case: Case) -> None:
-        self.op, self.dtype = case["op"], case["dtype"]
-        self.rank, self.world = group.rank, group.size
-        dtype = getattr(torch, self.dtype)
-        self.numel = case["bytes"] // dtype.itemsize
-        self.width = case.get("width", 1)
-        inputs, outputs, self.counts = collective_sizes(
-            self.op, self.numel, self.world, self.rank, self.width
-        )
-        self.x = torch.empty(inputs, dtype=dtype)
-        self.out = self.x if self.op == "all_reduce" else torch.empty(outputs, dtype=dtype)
-        self.fill()
-
-    def fill(self) -> None:
-        """Zeros where sums pile up from call to call, else the known input."""
-        self.x.zero_() if self.out is self.x else self.known_input()
-
-    def known_input(self) -> None:
-        self.x.copy_(torch.from_numpy(pattern(self.rank, 0, self.x.numel())))
-
-    def work(self, call: Callable[[], Any]) -> Work:
-        in_place = self.out is self.x
-
-        def check() -> float:
-            worst = 0.0 if in_place else self._error()  # of the last timed call
-            if in_place:
-                self.known_input()
-            else:
-                self.out.fill_(float("nan"))
-            call()
-            worst = max(worst, self._error())
-            self.fill()
-            return worst
-
-        return Work(call, check)
-
-    def _error(self) -> float:
-        return collective_error(
-            self.op,
-            self.numel,
-            self.world,
-            self.rank,
-            self.dtype,
-            lambda start, stop: self.out[start:stop].float().numpy(),
-            self.width,
-        )
-
-
 Call = Callable[[], Any]
+
+
+def buffers_of(group: ParallelGroup, case: Case) -> Buffers:
+    return Buffers(case, group.rank, group.size, in_place=case["op"] == "all_reduce")
 
 
 def ours(group: ParallelGroup, case: Case, via: Callable[[ParallelGroup, Buffers], Call]) -> Work:
     if group.memory is None:
         raise UnsupportedError(f"there is no shared memory here: {group.provider_reason}")
-    buffers = Buffers(group, case)
+    buffers = buffers_of(group, case)
     return buffers.work(via(group, buffers))
 
 
@@ -198,7 +133,7 @@ def through_engine(group: ParallelGroup, buffers: Buffers) -> Call:
 
 def gloo(group: ParallelGroup, case: Case) -> Work | str:
     """torch.distributed with the same tensors."""
-    buffers = Buffers(group, case)
+    buffers = buffers_of(group, case)
     x, out = buffers.x, buffers.out
     if buffers.op == "all_reduce":
         return buffers.work(lambda: dist.all_reduce(x))

@@ -1,7 +1,8 @@
 """`tp-kernels bench linear`: the four fused ops against their limits, by shape.
 
-T_gemm is the fastest unsplit product of a rank's shard, T_comm the collective alone, T_serial both one after
-the other, T_fused the op as `implementation="auto"` runs it.
+T_gemm is the fastest unsplit product of a rank's shard, T_comm the collective alone as it is timed in
+`tp-kernels bench collectives`, T_serial both one after the other, T_fused the op as
+`implementation="auto"` runs it.
 
     E = 1 - (T_fused - T_gemm) / (T_serial - T_gemm)     share of the communication that is hidden
     T_ideal = max(T_gemm, T_comm);  T_ideal / T_fused    how close to the limit
@@ -14,12 +15,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from tp_kernels.comm import ParallelGroup, Ranks
-
+from . import measure
 from .linear_work import BUILDERS, OPS, chosen
 from .peers import Peers
-from .pool import Pool, check_worlds, group_of_rank
-from .timing import Budget, Contestant, Measurement, Progress
+from .pool import Case, group_of_rank
+from .timing import Budget, Contestant, Progress
 
 PASSES = ("forward", "backward")
 HIDDEN = (512, 1024, 2048, 4096)
@@ -32,7 +32,7 @@ OVERHEAD_TARGET_US = 15.0
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(measure.Settings):
     """What to measure."""
 
     ops: Sequence[str] = tuple(OPS)
@@ -40,15 +40,14 @@ class Settings:
     hidden: Sequence[int] = HIDDEN
     rows: Sequence[int] = ROWS
     dtype: str = "float32"
-    worlds: Sequence[int] = (2,)
-    threads: int = 1
-    bind: bool = True
     budget: Budget = field(default_factory=lambda: Budget(3, 0.03))
+
+
+QUICK = Settings(hidden=(512,), rows=(1, 128), budget=Budget(2, 0.01))
 
 
 def run(settings: Settings, peers: Peers, progress: Progress) -> list[dict[str, Any]]:
     """One row per op, pass, world size, hidden size and number of rows."""
-    check_worlds(settings.worlds)
     cases = [
         {
             "op": op,
@@ -64,38 +63,21 @@ def run(settings: Settings, peers: Peers, progress: Progress) -> list[dict[str, 
         for hidden in settings.hidden
         for rows in settings.rows
     ]
-    results: list[dict[str, Any]] = []
-    for world in settings.worlds:
-        with ExitStack() as stack:
-            progress(f"starting {world} ranks", len(results), len(cases))
-            ranks = stack.enter_context(Ranks(world, threads=settings.threads))
-            pool = Pool(ranks, bind=settings.bind)
-            contestants: list[Contestant] = [
-                pool.contestant(name, build) for name, build in BUILDERS.items()
-            ]
-            if ("linear_all_reduce", "forward") in {(c["op"], c["pass"]) for c in cases}:
-                contestants += peers.start(stack, PEERS, world, settings.threads, settings.bind)
-            lost: dict[str, str] = {}
-            for case in cases:
-                if case["world"] == world:
-                    what = f"{case['op']} {case['pass']} [{case['rows']}, {case['hidden']}]"
-                    progress(what, len(results), len(cases))
-                    done = Measurement(case, settings.budget, lost).run(contestants)
-                    auto = ranks.run(_chosen, case)[0]
-                    medians = {name: sample.median for name, sample in done.samples.items()}
-                    results.append(
-                        {
-                            "case": case,
-                            "contestants": {n: s.to_json() for n, s in done.samples.items()},
-                            "absent": done.absent,
-                            "derived": derived(case, medians, auto),
-                        }
-                    )
-            peers.note(world, lost)
-    return results
+
+    def start(stack: ExitStack, world: int) -> tuple[list[Contestant], measure.Derive]:
+        pool = measure.start_pool(stack, settings, world)
+        contestants: list[Contestant] = [
+            pool.contestant(name, build) for name, build in BUILDERS.items()
+        ]
+        if "linear_all_reduce" in settings.ops and "forward" in settings.passes:
+            contestants += peers.start(stack, PEERS, world, settings.threads, settings.bind)
+        auto = lambda case: pool.ranks.run(_chosen, case)[0]
+        return contestants, lambda case, medians: derived(case, medians, auto(case))
+
+    return measure.measure(cases, start, settings, peers, progress)
 
 
-def derived(case: Mapping[str, Any], medians: Mapping[str, float], auto: str) -> dict[str, Any]:
+def derived(case: Case, medians: Mapping[str, float], auto: str) -> dict[str, Any]:
     """What follows from the medians (seconds) of a case when "auto" runs the contestant `auto`."""
     gemm_name = min((name for name in GEMMS if name in medians), key=lambda name: medians[name])
     gemm, fused = medians[gemm_name], medians[auto]
@@ -136,6 +118,5 @@ def ideal_target(rows: int) -> float | None:
     return 0.95 if rows >= 128 else 0.85 if rows <= 16 else None
 
 
-def _chosen(case: Mapping[str, Any]) -> str:
-    group: ParallelGroup = group_of_rank()
-    return chosen(group, case)
+def _chosen(case: Case) -> str:
+    return chosen(group_of_rank(), case)

@@ -30,8 +30,9 @@ from tp_kernels.ops._gemm import few_rows, linear
 from tp_kernels.ops._op import bias_gradient
 
 from . import collectives
-from .pool import Builder, Case, Work
+from .pool import Builder, Case
 from .products import column_sum_error, product_error, random
+from .slices import Work
 
 OPS: dict[str, Callable[..., Any]] = {
     "linear_all_reduce": linear_all_reduce,

@@ -36,8 +36,6 @@ else:
 
     slices = _beside("slices")
 
-Calls = tuple[Callable[[], Any], Callable[[], float]]  # the call to time, the check
-
 
 class DeepSpeed:
     """`inference_all_reduce_` of DeepSpeed's shared-memory extension, in place."""
@@ -66,25 +64,14 @@ class DeepSpeed:
     def meet(self) -> None:
         self.all_reduce(self.token)
 
-    def collective(self, op: str, dtype: str, numel: int) -> Calls | str:
-        import torch
-
-        if op != "all_reduce":
+    def collective(self, case: dict[str, Any]) -> slices.Work | str:
+        dtype = case["dtype"]
+        if case["op"] != "all_reduce":
             return "has an all-reduce only"
         if self.level < (1 if dtype == "float32" else 2):
             return f"its {dtype} needs AVX-512" if self.level else "needs AVX2"
-        x = torch.zeros(numel, dtype=getattr(torch, dtype)).clone()
-
-        def check() -> float:
-            x.copy_(torch.from_numpy(slices.pattern(self.rank, 0, numel)))
-            self.all_reduce(x)
-            error = slices.collective_error(
-                op, numel, self.world, self.rank, dtype, lambda a, b: x[a:b].float().numpy()
-            )
-            x.zero_()
-            return error
-
-        return lambda: self.all_reduce(x), check
+        buffers = slices.Buffers(case, self.rank, self.world, in_place=True)
+        return buffers.work(lambda: self.all_reduce(buffers.x))
 
     def summed(self, y: Any) -> tuple[Callable[[], Any], Any]:
         """A call that sums `y` over the ranks, and the tensor that holds the sum."""
@@ -96,6 +83,7 @@ class OpenMPI:
 
     def __init__(self, rank: int, world: int) -> None:
         import mpi4py
+        import torch  # noqa: F401  # now: it takes longer than a request may
         from mpi4py import MPI
 
         self.mpi, self.comm = MPI, MPI.COMM_WORLD
@@ -106,37 +94,19 @@ class OpenMPI:
     def meet(self) -> None:
         self.comm.Barrier()
 
-    def collective(self, op: str, dtype: str, numel: int) -> Calls | str:
-        import numpy as np
-
-        if dtype != "float32":
-            return f"MPI has no {dtype}"
-        inputs, outputs, counts = slices.collective_sizes(op, numel, self.world, self.rank)
-        x = slices.pattern(self.rank, 0, inputs)
+    def collective(self, case: dict[str, Any]) -> slices.Work | str:
+        if case["dtype"] != "float32":
+            return f"MPI has no {case['dtype']}"
         # Out of place: its usual form.
-        out = np.empty(outputs, np.float32)
-        call: Callable[[], Any]
-        if op == "all_reduce":
-            call = lambda: self.comm.Allreduce(x, out, self.mpi.SUM)
-        elif op == "reduce_scatter":
-            call = lambda: self.comm.Reduce_scatter(x, out, counts, self.mpi.SUM)
-        else:
-            starts = [sum(counts[:rank]) for rank in range(self.world)]
-            whole = [out, counts, starts, self.mpi.FLOAT]
-            call = lambda: self.comm.Allgatherv(x, whole)
-
-        def check() -> float:
-            timed = self._error(op, dtype, numel, out)
-            out.fill(np.nan)
-            call()
-            return max(timed, self._error(op, dtype, numel, out))
-
-        return call, check
-
-    def _error(self, op: str, dtype: str, numel: int, out: Any) -> float:
-        return slices.collective_error(
-            op, numel, self.world, self.rank, dtype, lambda a, b: out[a:b]
-        )
+        buffers = slices.Buffers(case, self.rank, self.world, in_place=False)
+        x, out, counts = buffers.x.numpy(), buffers.out.numpy(), buffers.counts
+        if buffers.op == "all_reduce":
+            return buffers.work(lambda: self.comm.Allreduce(x, out, self.mpi.SUM))
+        if buffers.op == "reduce_scatter":
+            return buffers.work(lambda: self.comm.Reduce_scatter(x, out, counts, self.mpi.SUM))
+        starts = [sum(counts[:rank]) for rank in range(self.world)]
+        whole = [out, counts, starts, self.mpi.FLOAT]
+        return buffers.work(lambda: self.comm.Allgatherv(x, whole))
 
     def summed(self, y: Any) -> tuple[Callable[[], Any], Any]:
         """A call that sums `y` over the ranks, and the tensor that holds the sum."""
@@ -148,7 +118,7 @@ class OpenMPI:
 PEERS: dict[str, Callable[[int, int], Any]] = {"deepspeed": DeepSpeed, "openmpi": OpenMPI}
 
 
-def linear_all_reduce(peer: Any, rows: int, hidden: int) -> Calls:
+def linear_all_reduce(peer: Any, rows: int, hidden: int) -> slices.Work:
     """torch.mm, then the peer's all-reduce: what a user of the peer has, without overlap."""
     import torch
 
@@ -172,13 +142,13 @@ def linear_all_reduce(peer: Any, rows: int, hidden: int) -> Calls:
         whole_x, whole_w = products.random(1, rows, hidden), products.random(2, hidden, hidden)
         return products.product_error(total, whole_x, whole_w.t())
 
-    return call, check
+    return slices.Work(call, check)
 
 
-def prepare(peer: Any, case: dict[str, Any]) -> Calls | str:
+def prepare(peer: Any, case: dict[str, Any]) -> slices.Work | str:
     if "bytes" in case:
-        itemsize = 4 if case["dtype"] == "float32" else 2
-        return peer.collective(case["op"], case["dtype"], case["bytes"] // itemsize)
+        found: slices.Work | str = peer.collective(case)
+        return found
     if (case["op"], case["pass"], case["dtype"]) != ("linear_all_reduce", "forward", "float32"):
         return "float32 linear_all_reduce forward only"
     if not TYPE_CHECKING:
@@ -189,7 +159,7 @@ def prepare(peer: Any, case: dict[str, Any]) -> Calls | str:
 
 def serve(peer: Any, stream: Any) -> bool:
     """Answer requests; True when the driver says goodbye, False when it is gone."""
-    work: Calls | None = None
+    work: slices.Work | None = None
     for line in stream:
         request = json.loads(line)
         reply: dict[str, Any] = {}
@@ -201,9 +171,9 @@ def serve(peer: Any, stream: Any) -> bool:
             elif request["do"] == "slice":
                 assert work is not None
                 reply["seconds"] = slices.timed_calls(
-                    work[0], request["calls"], request["warm"], peer.meet
+                    work, request["calls"], request["warm"], peer.meet
                 )
-                reply["error"] = work[1]() if request["check"] else None
+                reply["error"] = work.check() if request["check"] else None
             elif request["do"] == "finish":
                 work = None
             else:

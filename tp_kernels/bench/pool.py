@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
-from tp_kernels.comm import ParallelGroup, Ranks, ShapeError, barrier
+from tp_kernels.comm import ParallelGroup, Ranks, barrier
 
-from .slices import timed_calls
+from .slices import Work, timed_calls
 from .timing import RankSlice
 
 Case = Mapping[str, Any]
-
-
-@dataclass
-class Work:
-    """What a rank does in one case: a call to time, a check of what it computed.
-
-    check: returns the error in units of what rounding explains. It may make more calls, the same on
-    every rank.
-    start: runs before a slice, outside the timed calls.
-    """
-
-    call: Callable[[], Any]
-    check: Callable[[], float]
-    start: Callable[[], None] | None = None
-
 
 # build(group, case) -> Work, or why there is none; a function at the top of a module.
 Builder = Callable[[ParallelGroup, Case], "Work | str"]
@@ -63,13 +48,6 @@ class PoolContestant:
 
     def finish(self) -> None:
         self._ranks.run(finish, self.name)
-
-
-def check_worlds(worlds: Sequence[int]) -> None:
-    """One rank has nobody to exchange with."""
-    for world in worlds:
-        if world < 2:
-            raise ShapeError(f"{world} rank communicates nothing; measure 2 ranks or more")
 
 
 def cores_of(rank: int, threads: int, usable: list[int]) -> set[int]:
@@ -108,9 +86,7 @@ def prepare(name: str, build: Builder, case: Case) -> str | None:
 
 def run_slice(name: str, calls: int, warm: int, check: bool) -> RankSlice:
     work = _works[name]
-    if work.start is not None:
-        work.start()
-    seconds = timed_calls(work.call, calls, warm, lambda: barrier(group_of_rank()))
+    seconds = timed_calls(work, calls, warm, partial(barrier, group_of_rank()))
     return RankSlice(seconds, work.check() if check else None)
 
 

@@ -1,8 +1,8 @@
 """One case, several contestants, in turns: who ran how long, and who dropped out.
 
-A contestant is a set of rank processes that is asked for a slice: some calls, back to back, on every rank.
-A call takes as long as on its slowest rank. Contestants take turns for several rounds, so that a slow
-moment of the machine hits all of them.
+A contestant is a set of rank processes that is asked for a slice: some calls on every rank, each of which the
+ranks start together. A call takes as long as on its slowest rank. Contestants take turns for several rounds,
+so that a slow moment of the machine hits all of them.
 """
 
 from __future__ import annotations

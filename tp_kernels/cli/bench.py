@@ -5,22 +5,25 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from tp_kernels import ShapeError, UnsupportedError
 
+if TYPE_CHECKING:
+    from tp_kernels.bench.measure import Settings
+    from tp_kernels.bench.peers import Peers
+    from tp_kernels.bench.timing import Budget
+
 bench_app = typer.Typer(
     help="Measure collectives, fused linear ops and transformer blocks on this machine.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
-
-_SIZES = "1K,4K,16K,64K,256K,1M,4M,16M,64M"
 
 WorldOption = Annotated[
     str, typer.Option("--world", help="Number of ranks; a comma list measures several.")
@@ -87,8 +90,9 @@ def compare_command(
 @bench_app.command()
 def collectives(
     op: Annotated[
-        str, typer.Option(help="Comma list of all_reduce, reduce_scatter, all_gather.")
-    ] = "all_reduce,reduce_scatter,all_gather",
+        str,
+        typer.Option(help="Comma list of all_reduce, reduce_scatter, all_gather. Default: all."),
+    ] = "",
     sizes: Annotated[
         str,
         typer.Option(
@@ -114,32 +118,26 @@ def collectives(
     """All-reduce, reduce-scatter and all-gather by size, beside gloo, DeepSpeed and Open MPI.
 
     All contestants are alive at once and take turns; a call counts with its slowest rank; every
-    result is checked against float64 in the same run. `make bench-peers` installs the peers.
+    result is checked against float64 in the same run. Before a call every rank writes its input
+    anew, then the ranks meet; neither is timed. `make bench-peers` installs the peers.
 
         tp-kernels bench collectives --quick
         tp-kernels bench collectives --op all_reduce --bytes 16K --world 2,4,8
         tp-kernels bench collectives --output results --json results/today.json
     """
     from tp_kernels.bench import collectives as work
-    from tp_kernels.bench.peers import Peers
-    from tp_kernels.bench.timing import Budget
 
-    budget = Budget(2, 0.01) if quick else Budget(5, 0.04)
+    usual = work.QUICK if quick else work.Settings()
     settings = work.Settings(
-        ops=_choices("--op", op, work.OPS),
-        dtypes=_choices(
-            "--dtype", dtype or ("float32" if quick else "float32,bfloat16"), work.ALL_DTYPES
-        ),
+        ops=_choices("--op", op, work.OPS, usual.ops),
+        dtypes=_choices("--dtype", dtype, work.ALL_DTYPES, usual.dtypes),
+        sizes=_numbers("--bytes", sizes, usual.sizes),
         worlds=_numbers("--world", world),
-        sizes=_numbers("--bytes", sizes or ("4K,256K,4M" if quick else _SIZES)),
         threads=threads,
         bind=bind,
-        budget=Budget(rounds or budget.rounds, seconds or budget.seconds),
+        budget=_budget(usual.budget, rounds, seconds),
     )
-    others = Peers(
-        peers, without=_choices("--without", without, work.PEERS), slice_seconds=peer_timeout
-    )
-    _run("collectives", work.run, settings, others, json, output)
+    _run("collectives", work.run, settings, _peers(peers, without, peer_timeout), json, output)
 
 
 @bench_app.command()
@@ -148,12 +146,12 @@ def linear(
         str,
         typer.Option(
             help="Comma list of linear_all_reduce, linear_reduce_scatter, all_gather_linear, "
-            "copy_linear."
+            "copy_linear. Default: all."
         ),
-    ] = "linear_all_reduce,linear_reduce_scatter,all_gather_linear,copy_linear",
-    way: Annotated[str, typer.Option("--pass", help="Comma list of forward, backward.")] = (
-        "forward,backward"
-    ),
+    ] = "",
+    way: Annotated[
+        str, typer.Option("--pass", help="Comma list of forward, backward. Default: both.")
+    ] = "",
     hidden: Annotated[
         str, typer.Option(help="Hidden sizes. Default: 512,1024,2048,4096; --quick: 512.")
     ] = "",
@@ -185,35 +183,30 @@ def linear(
     """
     from tp_kernels.bench import linear as work
     from tp_kernels.bench.collectives import ALL_DTYPES
-    from tp_kernels.bench.peers import Peers
-    from tp_kernels.bench.timing import Budget
 
-    budget = Budget(2, 0.01) if quick else Budget(3, 0.03)
-    (kind,) = _choices("--dtype", dtype, ALL_DTYPES)[:1]
+    usual = work.QUICK if quick else work.Settings()
     settings = work.Settings(
-        ops=_choices("--op", op, tuple(work.OPS)),
-        passes=_choices("--pass", way, work.PASSES),
-        hidden=_numbers("--hidden", hidden or ("512" if quick else "512,1024,2048,4096")),
-        rows=_numbers("--rows", rows or ("1,128" if quick else "1,4,16,128,512,2048")),
-        dtype=kind,
+        ops=_choices("--op", op, tuple(work.OPS), usual.ops),
+        passes=_choices("--pass", way, work.PASSES, usual.passes),
+        hidden=_numbers("--hidden", hidden, usual.hidden),
+        rows=_numbers("--rows", rows, usual.rows),
+        dtype=_choice("--dtype", dtype, ALL_DTYPES),
         worlds=_numbers("--world", world),
         threads=threads,
         bind=bind,
-        budget=Budget(rounds or budget.rounds, seconds or budget.seconds),
+        budget=_budget(usual.budget, rounds, seconds),
     )
-    absent = _choices("--without", without, ("gloo", *work.PEERS))
-    others = Peers(peers, without=absent, slice_seconds=peer_timeout)
-    _run("linear", work.run, settings, others, json, output)
+    _run("linear", work.run, settings, _peers(peers, without, peer_timeout), json, output)
 
 
 @bench_app.command()
 def block(
     part: Annotated[
-        str, typer.Option(help="Comma list of mlp, attention, block.")
-    ] = "mlp,attention,block",
+        str, typer.Option(help="Comma list of mlp, attention, block. Default: all.")
+    ] = "",
     way: Annotated[
-        str, typer.Option("--pass", help="Comma list of forward, forward+backward.")
-    ] = "forward,forward+backward",
+        str, typer.Option("--pass", help="Comma list of forward, forward+backward. Default: both.")
+    ] = "",
     hidden: Annotated[
         str,
         typer.Option(
@@ -243,27 +236,39 @@ def block(
     """
     from tp_kernels.bench import block as work
     from tp_kernels.bench.peers import Peers
-    from tp_kernels.bench.timing import Budget
 
-    budget = Budget(2, 0.02) if quick else Budget(5, 0.05)
+    usual = work.QUICK if quick else work.Settings()
     settings = work.Settings(
-        parts=_choices("--part", part, work.PARTS),
-        passes=_choices("--pass", way, work.PASSES),
-        hidden=_numbers("--hidden", hidden or ("576" if quick else "576,2048")),
-        rows=_numbers("--rows", rows or ("1,128" if quick else "1,128,512")),
+        parts=_choices("--part", part, work.PARTS, usual.parts),
+        passes=_choices("--pass", way, work.PASSES, usual.passes),
+        hidden=_numbers("--hidden", hidden, usual.hidden),
+        rows=_numbers("--rows", rows, usual.rows),
         worlds=_numbers("--world", world),
         threads=threads,
         bind=bind,
-        budget=Budget(rounds or budget.rounds, seconds or budget.seconds),
+        budget=_budget(usual.budget, rounds, seconds),
     )
-    _run("block", work.run, settings, Peers(without=("deepspeed", "openmpi")), json, output)
+    _run("block", work.run, settings, Peers(), json, output)
+
+
+def _budget(usual: Budget, rounds: int | None, seconds: float | None) -> Budget:
+    return replace(usual, rounds=rounds or usual.rounds, seconds=seconds or usual.seconds)
+
+
+def _peers(directory: Path | None, without: str, timeout: float) -> Peers:
+    from tp_kernels.bench.collectives import PEERS
+    from tp_kernels.bench.peers import Peers
+
+    return Peers(
+        directory, without=_choices("--without", without, PEERS, ()), slice_seconds=timeout
+    )
 
 
 def _run(
     kind: str,
     measure: Callable[..., list[dict[str, Any]]],
-    settings: Any,
-    peers: Any,
+    settings: Settings,
+    peers: Peers,
     json: Path | None,
     output: Path | None,
 ) -> None:
@@ -315,18 +320,20 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
         )
 
 
-def _choices(option: str, text: str, known: Sequence[str]) -> list[str]:
+def _choices(option: str, text: str, known: Sequence[str], usual: Sequence[str]) -> Sequence[str]:
+    """The names of a comma list; `usual` where it is empty."""
     names = [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
-        if name not in known:
-            raise UnsupportedError(f"{option} {name}: known are {', '.join(known)}")
-    if not names and option != "--without":
-        raise UnsupportedError(f"{option}: name at least one of {', '.join(known)}")
-    return names
+    return [_choice(option, name, known) for name in names] or usual
 
 
-def _numbers(option: str, text: str) -> list[int]:
-    """ "1K,64,2M" -> [1024, 64, 2097152]."""
+def _choice(option: str, name: str, known: Sequence[str]) -> str:
+    if name not in known:
+        raise UnsupportedError(f"{option} {name}: known are {', '.join(known)}")
+    return name
+
+
+def _numbers(option: str, text: str, usual: Sequence[int] = ()) -> Sequence[int]:
+    """ "1K,64,2M" -> [1024, 64, 2097152]; `usual` where it is empty."""
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     numbers = []
     for word in (word.strip() for word in text.split(",") if word.strip()):
@@ -334,6 +341,6 @@ def _numbers(option: str, text: str) -> list[int]:
         if unit is None or not digits.isdecimal() or int(digits) < 1:
             raise ShapeError(f"{option} {word}: use positive numbers such as 4, 16K or 64M")
         numbers.append(int(digits) * unit)
-    if not numbers:
+    if not numbers and not usual:
         raise ShapeError(f"{option}: give at least one number")
-    return numbers
+    return numbers or usual
