@@ -13,7 +13,7 @@ from rich.table import Table
 
 from tp_kernels.comm.errors import UnsupportedError
 
-SCHEMA = "tp_kernels.bench/1"
+SCHEMA = "tp_kernels.bench/2"
 KINDS = ("collectives", "linear", "block")
 
 Row = Mapping[str, Any]
