@@ -44,7 +44,8 @@ constexpr std::size_t kAlignment = 64;
 
 Torch functions;
 const DlExchangeApi* api = nullptr;
-PyObject* requires_grad = nullptr;  // the name
+PyObject* requires_grad = nullptr;  // the names
+PyObject* current_level = nullptr;
 
 bool truth(PyObject* function, bool on_error) {
   PyObject* answer = PyObject_CallNoArgs(function);
@@ -74,10 +75,11 @@ bool set_torch(PyObject* given) {
   all.dispatch_modes = function("dispatch_modes");
   all.autocast_enabled = function("autocast_enabled");
   all.grad_enabled = function("grad_enabled");
+  all.forward_ad = function("forward_ad");
   all.num_threads = function("num_threads");
   all.linear = function("linear");
   if (!all.tensor || !all.parameter || !all.transforms_active || !all.dispatch_modes ||
-      !all.autocast_enabled || !all.grad_enabled || !all.num_threads || !all.linear) {
+      !all.autocast_enabled || !all.forward_ad || !all.grad_enabled || !all.num_threads || !all.linear) {
     return false;
   }
   PyObject* capsule =
@@ -91,6 +93,7 @@ bool set_torch(PyObject* given) {
     return false;
   }
   requires_grad = PyUnicode_InternFromString("requires_grad");
+  current_level = PyUnicode_InternFromString("_current_level");
   functions = all;
   api = found;
   return true;
@@ -142,6 +145,11 @@ bool unobserved(PyObject* const* objects, std::size_t count) {
       truth(functions.autocast_enabled, true)) {
     return false;
   }
+  PyObject* const level = PyObject_GetAttr(functions.forward_ad, current_level);
+  const long depth = level == nullptr ? 0 : PyLong_AsLong(level);
+  Py_XDECREF(level);
+  if (PyErr_Occurred()) PyErr_Clear();
+  if (depth >= 0) return false;  // tensors may carry tangents
   if (!truth(functions.grad_enabled, true)) return true;
   for (std::size_t i = 0; i < count; ++i) {
     if (objects[i] == Py_None) continue;

@@ -53,6 +53,7 @@ struct Torch {
   PyObject* dispatch_modes = nullptr;  // how many
   PyObject* autocast_enabled = nullptr;
   PyObject* grad_enabled = nullptr;
+  PyObject* forward_ad = nullptr;  // the module torch.autograd.forward_ad
   PyObject* num_threads = nullptr;
   PyObject* linear = nullptr;  // torch.nn.functional.linear
 };

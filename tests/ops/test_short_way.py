@@ -80,6 +80,7 @@ def ask(op: str) -> None:
         with torch.inference_mode():
             assert answers(x, parameter)
 
+        assert not answers(x, w, torch.nn.Parameter(b))
         assert not answers(x, parameter) and not answers(x.requires_grad_())
         x = x.detach()
         assert not answers(x.double(), w.double(), b.double())
@@ -95,6 +96,11 @@ def ask(op: str) -> None:
             assert not answers(x)
         answer = torch.vmap(lambda row: row + float(answers(row)))(torch.zeros_like(x))
         assert not answer.any()
+        assert not torch.func.grad(lambda x: (x * float(answers(x))).sum())(x).any()
+        with torch.autograd.forward_ad.dual_level():
+            assert not answers(torch.autograd.forward_ad.make_dual(x, x))
+        if op in SEVERAL:
+            assert not function(x, [w, w], [None, b], *rows)  # zeros are to be filled in
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -118,7 +124,7 @@ def use_it(op: str) -> None:
 
 
 @pytest.mark.parametrize("thread", [False, True])
-@pytest.mark.parametrize("window", [96, 256, 2 << 20])  # the first is too small for a layer
+@pytest.mark.parametrize("window", [64, 96, 256, 2 << 20])  # the first are too small for layers
 def test_ranks_may_part_ways(world, thread, window):
     """Rank 1 goes the ordinary way only: the same rounds, or the ranks would find a mismatch."""
     world(3).run(part_ways, thread, window)

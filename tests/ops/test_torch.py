@@ -259,3 +259,19 @@ def infer_then_train(made_in_inference_mode: bool) -> None:
             y.sum().backward()
             assert digest(y) == first
             assert all(w.grad.isfinite().all() for w in weights)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_tangents_are_refused(world, size):
+    """No op has forward-mode derivatives; without them the answer would be wrong."""
+    world(size).run(push_tangents)
+
+
+def push_tangents() -> None:
+    x, w = torch.ones(2, 3), torch.ones(4, 3)
+    with ParallelGroup(timeout=30) as group, torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        for op in (copy_linear, linear_all_reduce, linear_reduce_scatter, all_gather_linear):
+            with pytest.raises(UnsupportedError, match="forward-mode"):
+                op(dual, w, group=group)
+        assert linear_all_reduce(x, w, group=group).sum() == 24 * group.size

@@ -35,7 +35,7 @@ def _few_rows() -> dict[torch.dtype, int]:
 
 FEW_ROWS = _few_rows()
 
-# Of torch; each is a function in C, as short as they come.
+# Of torch; the functions are of C, as short as they come.
 _TORCH = {
     "tensor": torch.Tensor,
     "parameter": torch.nn.Parameter,
@@ -43,6 +43,7 @@ _TORCH = {
     "dispatch_modes": torch._C._len_torch_dispatch_stack,
     "autocast_enabled": torch._C._is_any_autocast_enabled,
     "grad_enabled": torch.is_grad_enabled,
+    "forward_ad": torch.autograd.forward_ad,
     "num_threads": torch.get_num_threads,
     "linear": torch.nn.functional.linear,
 }

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from tp_kernels.comm.errors import ShapeError, UnsupportedError
 from tp_kernels.comm.group import ParallelGroup
@@ -47,6 +48,8 @@ class Op:
 
     def __call__(self, *args: Any) -> Any:
         if traced():
+            if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+                self._refuse_tangents(args)
             return self._overload(*args)
         if self._function is not None and torch.is_grad_enabled():
             lengths, flat = _flatten(args)
@@ -54,6 +57,14 @@ class Op:
                 result = self._function.apply(lengths, *flat)
                 return result if isinstance(result, Tensor) else list(result)
         return self._kernel(*args)
+
+    def _refuse_tangents(self, args: Sequence[Any]) -> None:
+        """torch would drop them without a word."""
+        for t in _flatten(args)[1]:
+            if isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None:
+                raise UnsupportedError(
+                    f"{self._overload}: forward-mode differentiation is not supported; use backward()"
+                )
 
 
 def register(
@@ -160,11 +171,12 @@ def run(
 
 
 def traced() -> bool:
-    """Whether more than autograd has to see ops: a compiler, a function transform, a dispatch mode."""
+    """Whether more than reverse-mode autograd has to see ops: a compiler, a transform, a mode."""
     return (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
+        or forward_ad._current_level >= 0
     )
 
 
