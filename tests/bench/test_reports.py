@@ -134,6 +134,17 @@ def test_an_op_that_sends_nothing_is_held_against_the_product():
     assert found["overhead_us"] == pytest.approx(10)
 
 
+def test_a_backward_is_held_against_that_of_torchs_layer():
+    both = {"gemm": 10, "gemm_autograd": 30}
+    found = linear_row(1, **both, comm=4, comm_raw=2, serial=36, host=40)["derived"]
+    assert found["best_gemm"] == "gemm" and found["overhead_us"] == pytest.approx(40 - 30 - 2)
+    assert found["serial_over_fused"] == pytest.approx(36 / 40)
+    assert found["ideal_over_fused"] == pytest.approx(10 / 40)
+    alone = linear_row(1, **both, local=32)["derived"]
+    assert alone["serial_over_fused"] == pytest.approx(30 / 32)
+    assert alone["overhead_us"] == pytest.approx(2)
+
+
 @pytest.mark.parametrize(
     ("rows", "aim"), [(1, 0.85), (16, 0.85), (17, None), (127, None), (128, 0.95), (2048, 0.95)]
 )

@@ -131,9 +131,13 @@ def product(group: ParallelGroup, case: Case, variant: str) -> Work | str:
     shard = Shard(group, case)
     x, w = shard.all_x, shard.w
     if not shard.forward:
+        if variant == "autograd":
+            return gradients(shard, torch_backward(shard), local=True)
         if variant != "mm":
             return "forward only"
         return gradients(shard, lambda: local_gradients(shard.all_dy, w, x), local=True)
+    if variant == "autograd":
+        return "backward only"
     call: Callable[[], Tensor]
     if variant == "mm":
         call = lambda: torch.mm(x, w.t())
@@ -171,17 +175,21 @@ def communication(group: ParallelGroup, case: Case, via: Any) -> Work | str:
 
 
 def serial(group: ParallelGroup, case: Case) -> Work | str:
-    """The package's product, then its collective (or before, where it gathers): T_serial."""
+    """The package's product, then its collective (or before, where it gathers): T_serial.
+
+    The products of a backward are those of torch's layer, run by autograd as the op's are.
+    """
     shard = Shard(group, case)
     if shard.collective is None:
         return NO_COLLECTIVE
     x, w, dy, rows = shard.x, shard.w, shard.dy, shard.rows
     if not shard.forward:
+        products = torch_backward(shard)
 
-        def backward() -> tuple[Tensor, Tensor, Tensor]:
+        def backward() -> tuple[Tensor, ...]:
             if shard.collective == "all_gather":
-                return local_gradients(all_gather(dy, group, rows), w, x)
-            dx, dw, db = local_gradients(shard.all_dy, w, shard.all_x)
+                return products(all_gather(dy, group, rows))
+            dx, dw, db = products()
             if shard.collective == "all_reduce":
                 return all_reduce(dx, group, dx), dw, db
             return reduce_scatter(dx, group), dw, db
@@ -219,6 +227,13 @@ def gradients(shard: Shard, call: Callable[[], tuple[Tensor, ...]], local: bool 
     return Work(call, lambda: error(*(gradient.detach() for gradient in call())))
 
 
+def torch_backward(shard: Shard) -> Callable[..., tuple[Tensor, ...]]:
+    """(dy) -> dx, dW, db of torch.nn.functional.linear on this rank; dy: default, that of all rows."""
+    leaves = tuple(t.detach().requires_grad_() for t in (shard.all_x, shard.w, shard.bias))
+    y = torch.nn.functional.linear(*leaves)
+    return lambda dy=shard.all_dy: torch.autograd.grad(y, leaves, dy, retain_graph=True)
+
+
 def local_gradients(dy: Tensor, w: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.mm(dy, w), torch.mm(dy.t(), x), bias_gradient(dy)
 
@@ -243,6 +258,7 @@ BUILDERS: dict[str, Builder] = {
     "gemm linear": partial(product, variant="linear"),
     "gemm mv": partial(product, variant="mv"),
     "gemm few": partial(product, variant="few"),
+    "gemm autograd": partial(product, variant="autograd"),
     "comm": partial(communication, via=collectives.through_python),
     "comm raw": partial(communication, via=collectives.through_engine),
     "serial": serial,

@@ -138,7 +138,8 @@ def show_linear(console: Console, report: Mapping[str, Any]) -> None:
     single = [row for row in report["results"] if row["derived"]["overhead_us"] is not None]
     if single:
         console.print(
-            "\n[bold]overhead at one row[/]: fused - gemm - engine collective, aimed at 15 us"
+            "\n[bold]overhead at one row[/]: fused - gemm (of torch's layer in a backward) - engine "
+            "collective, aimed at 15 us"
         )
         table = new_table("op", "hidden", "us", "target")
         for row in single:
