@@ -50,7 +50,7 @@ def measure() -> list[tuple[int, int, int, list[float]]]:
             for piece, memory in memories.items():
                 if piece > PIECES[0] and piece // 2 >= nbytes:
                     continue  # the same as the next smaller one
-                raw = memory.slots[0]._raw
+                raw = memory.slots[0].raw
                 for shots in (1, 2):
                     times = taken.setdefault((piece, shots), [])
                     for call in range(calls + 2):

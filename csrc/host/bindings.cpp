@@ -10,7 +10,6 @@
 #include <optional>
 
 #include "domain.h"
-#include "elementwise.h"
 
 namespace py = pybind11;
 using namespace tpk;
@@ -145,15 +144,7 @@ void bind_domain(py::module_& module) {
       });
 }
 
-void bind_elementwise(py::module_& module) {
-  module.def(
-      "rms_norm",
-      [](std::uint64_t x, std::uint64_t weight, std::uint64_t out, std::size_t rows,
-         std::size_t columns, float epsilon, std::uint32_t dtype) {
-        rms_norm(pointer(x), pointer(weight), pointer(out), rows, columns, epsilon, Dtype{dtype});
-      },
-      py::arg("x"), py::arg("weight"), py::arg("out"), py::arg("rows"), py::arg("columns"),
-      py::arg("epsilon"), py::arg("dtype"), Released());
+void bind_product(py::module_& module) {
   module.def(
       "product",
       [](std::uint64_t x, std::size_t ldx, std::uint64_t w, std::size_t ldw, std::uint64_t bias,
@@ -168,17 +159,6 @@ void bind_elementwise(py::module_& module) {
   module.def(
       "has_product", [] { return select_isa().product[0] != nullptr; },
       "Whether `product` is there for this instruction set.");
-  module.def(
-      "rotary",
-      [](std::uint64_t x, std::uint64_t cosines, std::uint64_t sines, std::uint64_t out,
-         std::size_t batch, std::size_t length, std::size_t heads, std::size_t dim,
-         std::size_t table_batch, std::uint32_t dtype) {
-        rotary(pointer(x), pointer(cosines), pointer(sines), pointer(out), batch, length, heads, dim,
-               table_batch, Dtype{dtype});
-      },
-      py::arg("x"), py::arg("cosines"), py::arg("sines"), py::arg("out"), py::arg("batch"),
-      py::arg("length"), py::arg("heads"), py::arg("dim"), py::arg("table_batch"), py::arg("dtype"),
-      Released());
 }
 
 }  // namespace
@@ -227,7 +207,7 @@ PYBIND11_MODULE(_host, module) {
       py::arg("world"), py::arg("slots"), py::arg("capacity"), py::arg("buffers"),
       py::arg("ring_cells") = 0, py::arg("ring_cell_bytes") = 0,
       "Size of a segment of this shape.");
-  bind_elementwise(module);
+  bind_product(module);
   module.def("isa", [] { return select_isa().name; },
              "The instruction set in use; TP_KERNELS_ISA forces one.");
   module.def("available_isas", [] {

@@ -79,6 +79,7 @@ PyObject* all_gather(ShortWay& way, PyObject* const* args) {
 
 namespace {
 
+using short_way::none;
 using short_way::ShortWay;
 
 constexpr char kCapsule[] = "tp_kernels._host.short";
@@ -134,12 +135,40 @@ PyObject* failed(const ShortWay& way, std::size_t place) {
   return nullptr;
 }
 
+// The element-wise ones.
+template <PyObject* (*function)(PyObject* const*)>
+PyObject* call_three(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (count != 3) return PyErr_Format(PyExc_TypeError, "%zd arguments, not 3", count);
+  try {
+    return torch().tensor == nullptr ? none() : function(args);
+  } catch (...) {
+    set_python_error(std::current_exception());
+    return nullptr;
+  }
+}
+
+template <PyObject* (*function)(PyObject* const*)>
+PyMethodDef method_of_three(const char* name) {
+  return {name,
+          reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call_three<function>)),
+          METH_FASTCALL, nullptr};
+}
+
+PyMethodDef elementwise[] = {
+    method_of_three<short_way::rms_norm>("rms_norm"),
+    method_of_three<short_way::rotary>("rotary"),
+};
+
 }  // namespace
 
 void bind_short(py::module_& module) {
   module.def("set_torch", [](const py::dict& functions) { return set_torch(functions.ptr()); },
              py::arg("functions"),
              "What the short way asks of torch, by name; whether it is possible with this torch.");
+  for (PyMethodDef& method : elementwise) {
+    module.attr(method.ml_name) =
+        py::reinterpret_steal<py::object>(PyCFunction_New(&method, nullptr));
+  }
   module.def(
       "short_way",
       [](const py::object& slot, const py::object& fail, bool communication_thread,

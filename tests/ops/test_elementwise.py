@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tp_kernels.comm import short_way
 from tp_kernels.ops.elementwise import rms_norm, rotary
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -61,3 +62,25 @@ def test_gradients_are_those_of_torch():
         grads.append((x.grad, weight.grad))
     for mine, theirs in zip(*grads, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_when_the_short_way_is_gone():
+    x, weight, table = torch.randn(2, 5, 3, 8), torch.randn(8), torch.randn(2, 5, 8)
+    norm = lambda x=x, weight=weight, epsilon=1e-6: (
+        short_way.rms_norm(x, weight, epsilon) is not None
+    )
+    turn = lambda x=x, cos=table, sin=table: short_way.rotary(x, cos, sin) is not None
+    assert norm() and norm(x[0]) and norm(x[:0]) and norm(x.half(), weight.half())
+    assert turn() and turn(x, table[:1], table[:1]) and turn(x[:0], table[:1], table[:1])
+    parameter = torch.nn.Parameter(weight)
+    with torch.no_grad():
+        assert norm(x, parameter)
+    assert not norm(x, parameter) and not norm(x, weight.half()) and not norm(x, weight[1:])
+    assert not norm(x.transpose(0, 1)) and not norm(x, weight, 1) and not norm(x[..., 0], weight)
+    assert not norm(x.double(), weight.double()) and not norm(torch.tensor(1.0), weight)
+    assert not turn(x[0]) and not turn(x.transpose(0, 1)) and not turn(x.half())
+    assert not turn(x, table[:1], table) and not turn(x, table[:, 1:], table[:, 1:])
+    assert not turn(x[..., 1:].contiguous(), *[table[..., 1:].contiguous()] * 2)  # odd
+    assert not turn(x, table.clone().requires_grad_())
+    with pytest.raises(TypeError, match="arguments"):
+        short_way.rms_norm(x, weight)

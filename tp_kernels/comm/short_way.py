@@ -49,6 +49,15 @@ _TORCH = {
 }
 _AVAILABLE = _host is not None and _host.set_torch(_TORCH)
 
+
+def _ordinary(*_: Any) -> None:
+    return None
+
+
+# Element-wise, without a slot: (x, weight, epsilon) and (x, cos, sin) of ops/elementwise.py.
+rms_norm: Callable[..., Any] = _host.rms_norm if _AVAILABLE else _ordinary
+rotary: Callable[..., Any] = _host.rotary if _AVAILABLE else _ordinary
+
 _LINEAR = ("linear_all_reduce", "linear_reduce_scatter", "all_gather_linear", "copy_linear")
 _COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
 
@@ -95,7 +104,3 @@ class ShortWay:
     def counts(self, reset: bool = False) -> dict[str, int]:
         """Calls by function that did not answer None, since the last reset."""
         return self._counts(reset)
-
-
-def _ordinary(*_: Any) -> None:
-    return None

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from tp_kernels.comm.host_slot import REDUCIBLE
-from tp_kernels.comm.symmetric_memory import _host
-
-from ._op import direct
+from tp_kernels.comm.short_way import rms_norm as _rms_norm
+from tp_kernels.comm.short_way import rotary as _rotary
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -22,19 +21,10 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     x: [..., H], weight: [H], one dtype. In fp32 inside; the unit vector is rounded to the dtype before it is
     scaled, as transformers does.
     """
-    if _fused(x, weight) and weight.dtype == x.dtype:
-        out = torch.empty_like(x)
-        columns = x.shape[-1]
-        _host.rms_norm(
-            x.data_ptr(),
-            weight.data_ptr(),
-            out.data_ptr(),
-            x.numel() // columns,
-            columns,
-            epsilon,
-            REDUCIBLE[x.dtype],
-        )
-        return out
+    if not is_compiling():
+        y = _rms_norm(x, weight, epsilon)
+        if y is not None:
+            return y
     wide = x.float()
     unit = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
     return weight * unit.to(x.dtype)
@@ -45,31 +35,11 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     x: [b, s, n, D]; cos, sin: [1 or b, s, D] -> [b, n, s, D]: the pairs (i, i + D/2) turned.
     """
-    batch, length, heads, dim = x.shape
-    if _fused(x, cos, sin) and cos.dtype == x.dtype and cos.shape[-1] == dim:
-        out = x.new_empty(batch, heads, length, dim)
-        _host.rotary(
-            x.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            out.data_ptr(),
-            batch,
-            length,
-            heads,
-            dim,
-            cos.shape[0],
-            REDUCIBLE[x.dtype],
-        )
-        return out
+    if not is_compiling():
+        y = _rotary(x, cos, sin)
+        if y is not None:
+            return y
     x = x.transpose(1, 2)
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
-
-
-def _fused(*tensors: Tensor) -> bool:
-    return (
-        _host is not None
-        and direct(*tensors)
-        and all(t.is_cpu and t.dtype in REDUCIBLE and t.is_contiguous() for t in tensors)
-    )
