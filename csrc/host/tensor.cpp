@@ -89,7 +89,8 @@ bool set_torch(PyObject* given) {
   Py_XDECREF(capsule);
   PyErr_Clear();
   const auto* found = static_cast<const DlExchangeApi*>(table);
-  if (found == nullptr || found->version.major != 1 || found->view_from_object == nullptr) {
+  if (found == nullptr || found->version.major != 1 || found->version.minor < 3 ||
+      found->view_from_object == nullptr) {
     return false;
   }
   requires_grad = PyUnicode_InternFromString("requires_grad");

@@ -142,6 +142,7 @@ def test_doctor_reports_what_runs():
     assert found["versions"]["torch"] == torch.__version__
     assert found["built"]["_host"]["built"]
     assert found["isa"]["used"] in found["isa"]["available"]
+    assert found["short_way"] is True
     assert found["cores"]["usable"] == sorted(os.sched_getaffinity(0))
     for name in ("reference", "chunked", "host"):
         assert found["implementations"][name]["available"], found["implementations"]

@@ -22,6 +22,7 @@ from tp_kernels import (
     TpKernelsError,
     __version__,
 )
+from tp_kernels.comm import short_way
 from tp_kernels.comm.launch import launch
 from tp_kernels.dispatch import IMPLEMENTATIONS
 from tp_kernels.ops.linear_all_reduce import linear_all_reduce
@@ -45,6 +46,7 @@ def report() -> dict[str, Any]:
         },
         "built": built,
         "isa": _isa(),
+        "short_way": short_way.AVAILABLE,
         "shared_memory": _shared_memory(),
         "cores": {"usable": _affinity(), "machine": os.cpu_count()},
         "gpus": gpus,
@@ -68,6 +70,12 @@ def print_report(found: dict[str, Any], *, as_json: bool = False) -> None:
         f"{isa['used']} (can run here: {', '.join(isa['available'])})"
         if isa["used"]
         else "unknown",
+    )
+    facts.add_row(
+        "short way",
+        "yes: calls that record nothing skip most of Python"
+        if found["short_way"]
+        else _no("it needs _host, and torch with the C exchange API of DLPack 1.3"),
     )
     memory = found["shared_memory"]
     facts.add_row(

@@ -47,7 +47,8 @@ _TORCH = {
     "num_threads": torch.get_num_threads,
     "linear": torch.nn.functional.linear,
 }
-_AVAILABLE = _host is not None and _host.set_torch(_TORCH)
+# A torch without DLPack's C exchange API goes the ordinary way.
+AVAILABLE: bool = _host is not None and _host.set_torch(_TORCH)
 
 
 def _ordinary(*_: Any) -> None:
@@ -55,8 +56,8 @@ def _ordinary(*_: Any) -> None:
 
 
 # Element-wise, without a slot: (x, weight, epsilon) and (x, cos, sin) of ops/elementwise.py.
-rms_norm: Callable[..., Any] = _host.rms_norm if _AVAILABLE else _ordinary
-rotary: Callable[..., Any] = _host.rotary if _AVAILABLE else _ordinary
+rms_norm: Callable[..., Any] = _host.rms_norm if AVAILABLE else _ordinary
+rotary: Callable[..., Any] = _host.rotary if AVAILABLE else _ordinary
 
 _LINEAR = ("linear_all_reduce", "linear_reduce_scatter", "all_gather_linear", "copy_linear")
 _COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
@@ -87,7 +88,7 @@ class ShortWay:
         """
         functions: dict[str, Callable[..., Any]] = {}
         self._counts: Callable[[bool], dict[str, int]] = lambda reset: {}
-        if slot is not None and _AVAILABLE:
+        if slot is not None and AVAILABLE:
             functions, self._counts = _host.short_way(
                 slot.raw,
                 fail,
