@@ -136,9 +136,11 @@ PyObject* failed(const ShortWay& way, std::size_t place) {
 }
 
 // The element-wise ones.
-template <PyObject* (*function)(PyObject* const*)>
-PyObject* call_three(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  if (count != 3) return PyErr_Format(PyExc_TypeError, "%zd arguments, not 3", count);
+template <PyObject* (*function)(PyObject* const*), Py_ssize_t arguments>
+PyObject* call_elementwise(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (count != arguments) {
+    return PyErr_Format(PyExc_TypeError, "%zd arguments for a function of %zd", count, arguments);
+  }
   try {
     return torch().tensor == nullptr ? none() : function(args);
   } catch (...) {
@@ -147,16 +149,18 @@ PyObject* call_three(PyObject*, PyObject* const* args, Py_ssize_t count) {
   }
 }
 
-template <PyObject* (*function)(PyObject* const*)>
-PyMethodDef method_of_three(const char* name) {
-  return {name,
-          reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call_three<function>)),
+template <PyObject* (*function)(PyObject* const*), Py_ssize_t arguments>
+PyMethodDef elementwise_method(const char* name) {
+  PyObject* (*const pointer)(PyObject*, PyObject* const*, Py_ssize_t) =
+      call_elementwise<function, arguments>;
+  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(pointer)),
           METH_FASTCALL, nullptr};
 }
 
 PyMethodDef elementwise[] = {
-    method_of_three<short_way::rms_norm>("rms_norm"),
-    method_of_three<short_way::rotary>("rotary"),
+    elementwise_method<short_way::rms_norm, 3>("rms_norm"),
+    elementwise_method<short_way::swiglu, 2>("swiglu"),
+    elementwise_method<short_way::rotary, 3>("rotary"),
 };
 
 }  // namespace

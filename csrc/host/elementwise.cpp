@@ -1,6 +1,7 @@
 #include "elementwise.h"
 
 #include <cmath>
+#include <cstdint>
 #include <stdexcept>
 
 #include "convert.h"
@@ -87,6 +88,47 @@ void rotate_rows(const void* x, const void* cosines, const void* sines, void* ou
   }
 }
 
+// e^x to 2 units in the last place, of operations that every processor rounds alike and a compiler can do
+// for several x at once: 2^n and, for |r| <= ln(2) / 2, the Taylor series of e^r. Beyond |x| = 120, and
+// for NaN, that of 120.
+float exponential(float x) {
+  const std::uint32_t magnitude = bits_of(x) & 0x7fffffff, limit = bits_of(120.0f);
+  const bool beyond = static_cast<std::int32_t>(magnitude) > static_cast<std::int32_t>(limit);
+  x = float_of(choose(beyond, limit, magnitude) | (bits_of(x) & 0x80000000));
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: a sum with it has no fraction
+  const float shifted = x * 1.44269504f + kRound;
+  const float n = shifted - kRound;
+  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln(2) in two parts
+  float series = 1.0f / 5040.0f;
+  series = series * r + 1.0f / 720.0f;
+  series = series * r + 1.0f / 120.0f;
+  series = series * r + 1.0f / 24.0f;
+  series = series * r + 1.0f / 6.0f;
+  series = series * r + 0.5f;
+  series = series * r + 1.0f;
+  series = series * r + 1.0f;
+  // 2^n in two factors, so that the result may be infinite or subnormal.
+  const std::int32_t whole = static_cast<std::int32_t>(bits_of(shifted) - bits_of(kRound));
+  const std::int32_t half = whole >> 1;
+  const auto power = [](std::int32_t exponent) {
+    return float_of(static_cast<std::uint32_t>(exponent + 127) << 23);
+  };
+  return series * power(half) * power(whole - half);
+}
+
+template <class Element>
+void swiglu_elements(const void* gate, const void* up, void* out, std::size_t count) {
+  using Storage = typename Element::Storage;
+  const auto* g = static_cast<const Storage*>(gate);
+  const auto* u = static_cast<const Storage*>(up);
+  auto* y = static_cast<Storage*>(out);
+  for (std::size_t i = 0; i < count; ++i) {
+    const float x = Element::widen(g[i]);
+    const float silu = Element::widen(Element::narrow(x / (1.0f + exponential(-x))));
+    y[i] = Element::narrow(silu * Element::widen(u[i]));
+  }
+}
+
 template <class... Arguments>
 void by_dtype(Dtype dtype, void (*float32)(Arguments...), void (*bfloat16)(Arguments...),
               void (*float16)(Arguments...), Arguments... arguments) {
@@ -110,6 +152,11 @@ void add_rms_norm(void* sum, const void* residual, const void* weight, void* out
                   std::size_t columns, float epsilon, Dtype dtype) {
   by_dtype(dtype, add_rms_norm_rows<Float32>, add_rms_norm_rows<Bfloat16>,
            add_rms_norm_rows<Float16>, sum, residual, weight, out, rows, columns, epsilon);
+}
+
+void swiglu(const void* gate, const void* up, void* out, std::size_t count, Dtype dtype) {
+  by_dtype(dtype, swiglu_elements<Float32>, swiglu_elements<Bfloat16>, swiglu_elements<Float16>, gate,
+           up, out, count);
 }
 
 void rotary(const void* x, const void* cosines, const void* sines, void* out, std::size_t batch,

@@ -16,6 +16,9 @@ void rms_norm(const void* x, const void* weight, void* out, std::size_t rows, st
 void add_rms_norm(void* sum, const void* residual, const void* weight, void* out, std::size_t rows,
                   std::size_t columns, float epsilon, Dtype dtype);
 
+// out = round(silu(gate)) * up, silu(x) = x / (1 + e^-x); arrays of `count`.
+void swiglu(const void* gate, const void* up, void* out, std::size_t count, Dtype dtype);
+
 // Rotates the pairs (i, i + dim / 2) of x [batch, length, heads, dim] by the angles whose cosines and
 // sines [table_batch, length, dim] are given (table_batch: 1 or batch); out [batch, heads, length, dim].
 void rotary(const void* x, const void* cosines, const void* sines, void* out, std::size_t batch,

@@ -1,11 +1,17 @@
 // Element-wise work by the short way; nothing is sent, so that it belongs to no slot.
 #include <Python.h>
 
+#include <algorithm>
+
 #include "elementwise.h"
 #include "short_way.h"
 #include "tensor.h"
 
 namespace tpk::short_way {
+
+// Up to so many, one pass by narrow vectors is faster than two of torch by wide ones: measured with AVX-512,
+// where a call of torch costs 30 us more than in a loop, because a weight went through the caches.
+constexpr std::uint64_t kFewElements = 1 << 15;
 
 PyObject* rms_norm(PyObject* const* args) {
   TensorView x, weight;
@@ -19,8 +25,24 @@ PyObject* rms_norm(PyObject* const* args) {
   Output out(x.shape, x.dims, x.dtype);
   {
     const Unlocked unlocked;
-    tpk::rms_norm(x.data, weight.data, out.data(), x.count(0, x.dims - 1), x.count(x.dims - 1, x.dims),
-                  epsilon, x.dtype);
+    tpk::rms_norm(x.data, weight.data, out.data(), x.count(0, x.dims - 1),
+                  x.count(x.dims - 1, x.dims), epsilon, x.dtype);
+  }
+  return out.release();
+}
+
+PyObject* swiglu(PyObject* const* args) {
+  TensorView gate, up;
+  if (!view_of(args[0], gate) || !view_of(args[1], up) || gate.dtype != up.dtype) return none();
+  if (!gate.contiguous() || !up.contiguous() || gate.dims != up.dims ||
+      !std::equal(gate.shape, gate.shape + gate.dims, up.shape)) {
+    return none();
+  }
+  if (gate.count() > kFewElements || !unobserved(args, 2)) return none();
+  Output out(gate.shape, gate.dims, gate.dtype);
+  {
+    const Unlocked unlocked;
+    tpk::swiglu(gate.data, up.data, out.data(), gate.count(), gate.dtype);
   }
   return out.release();
 }

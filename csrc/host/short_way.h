@@ -80,6 +80,7 @@ PyObject* reduce_scatter(ShortWay& way, PyObject* const* args);         // x
 PyObject* all_gather(ShortWay& way, PyObject* const* args);             // x
 
 PyObject* rms_norm(PyObject* const* args);  // x [..., H], weight [H], epsilon -> [..., H]
+PyObject* swiglu(PyObject* const* args);    // gate, up [...]
 PyObject* rotary(PyObject* const* args);    // x [b, s, n, D], cos, sin [1 or b, s, D] -> [b, n, s, D]
 
 }  // namespace tpk::short_way

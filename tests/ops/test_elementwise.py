@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tp_kernels.comm import short_way
-from tp_kernels.ops.elementwise import rms_norm, rotary
+from tp_kernels.ops.elementwise import rms_norm, rotary, swiglu
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -39,6 +39,28 @@ def test_rotary_has_the_bits_of_torch(dtype, batch, table):
     plain = rotary(x.clone().requires_grad_(), cos, sin)  # gradients: the torch formula
     assert plain.requires_grad and fused.is_contiguous()
     assert torch.equal(fused, plain)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_swiglu(dtype):
+    torch.manual_seed(3)
+    special = [0.0, -0.0, 88.5, -88.5, 90.0, -90.0, 103.0, -103.0, 1e4, -1e4, -150.0, 1e-7, -1e-7]
+    gate = torch.cat([torch.randn(4000) * 20, torch.tensor(special)]).to(dtype)
+    up = torch.randn(gate.shape).to(dtype)
+    with torch.no_grad():
+        y = swiglu(gate, up)
+    wide = gate.double()
+    silu = wide / (1 + torch.exp(-wide))
+    # e^-x to 3 units in the last place of fp32, sum, quotient and two products; silu and y rounded to the
+    # dtype, below `tiny` to its smallest step. Where e^-x is infinite in fp32, silu is 0.
+    eps, eps32 = torch.finfo(dtype).eps, torch.finfo(torch.float32).eps
+    step = torch.finfo(dtype).tiny * eps + torch.where(wide < -88.7, silu.abs(), 0.0)
+    bound = (eps + 4 * eps32) * (silu * up.double()).abs() + step * (1 + up.double().abs())
+    assert y.dtype == dtype and ((y.double() - silu * up.double()).abs() <= bound).all()
+    special = torch.tensor([float("nan"), float("inf"), -float("inf")]).to(dtype)
+    with torch.no_grad():
+        found, plain = swiglu(special, torch.ones(3).to(dtype)), torch.nn.functional.silu(special)
+    assert torch.equal(found.isnan(), plain.isnan()) and found[1] == float("inf")
 
 
 def test_strided_input_takes_the_formula():
@@ -82,5 +104,15 @@ def test_when_the_short_way_is_gone():
     assert not turn(x, table[:1], table) and not turn(x, table[:, 1:], table[:, 1:])
     assert not turn(x[..., 1:].contiguous(), *[table[..., 1:].contiguous()] * 2)  # odd
     assert not turn(x, table.clone().requires_grad_())
+    gated = lambda gate=x, up=x: short_way.swiglu(gate, up) is not None
+    assert not gated(*[torch.ones(1 << 16)] * 2)
+    assert gated() and gated(weight, weight) and gated(x[:0], x[:0])
+    assert (
+        not gated(x, weight)
+        and not gated(x.half())
+        and not gated(x[1:])
+        and not gated(x, parameter)
+    )
+    assert not gated(x.transpose(0, 1), x.transpose(0, 1)) and not gated(parameter, weight)
     with pytest.raises(TypeError, match="arguments"):
         short_way.rms_norm(x, weight)

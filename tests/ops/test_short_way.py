@@ -96,7 +96,9 @@ def ask(op: str) -> None:
             assert not answers(x)
         answer = torch.vmap(lambda row: row + float(answers(row)))(torch.zeros_like(x))
         assert not answer.any()
-        assert not torch.func.grad(lambda x: (x * float(answers(x))).sum())(x).any()
+        for transform in (torch.func.grad, torch.func.functionalize):
+            assert not transform(lambda x: (x * float(answers(x))).sum())(x).any()
+        assert not torch.func.jvp(lambda x: x * float(answers(x)), (x,), (x,))[0].any()
         with torch.autograd.forward_ad.dual_level():
             assert not answers(torch.autograd.forward_ad.make_dual(x, x))
         if op in SEVERAL:

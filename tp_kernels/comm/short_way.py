@@ -55,8 +55,9 @@ def _ordinary(*_: Any) -> None:
     return None
 
 
-# Element-wise, without a slot: (x, weight, epsilon) and (x, cos, sin) of ops/elementwise.py.
+# Element-wise, without a slot; arguments as in ops/elementwise.py.
 rms_norm: Callable[..., Any] = _host.rms_norm if AVAILABLE else _ordinary
+swiglu: Callable[..., Any] = _host.swiglu if AVAILABLE else _ordinary
 rotary: Callable[..., Any] = _host.rotary if AVAILABLE else _ordinary
 
 _LINEAR = ("linear_all_reduce", "linear_reduce_scatter", "all_gather_linear", "copy_linear")

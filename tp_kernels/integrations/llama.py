@@ -8,12 +8,15 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tp_kernels.comm.group import ParallelGroup
 from tp_kernels.layers.linear import column_parallel
 from tp_kernels.ops import gather_rows, scatter_rows
-from tp_kernels.ops.elementwise import rms_norm, rotary
+from tp_kernels.ops.elementwise import rms_norm, rotary, swiglu
+
+SILU = (nn.SiLU, type(ACT2FN["silu"]))
 
 
 class SequenceLayout:
@@ -108,6 +111,11 @@ class FusedLlamaNorm:
         return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
+def activate_gated(activation: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
+    """activation(gate) * up."""
+    return swiglu(gate, up) if isinstance(activation, SILU) else activation(gate) * up
+
+
 class ParallelLlamaMLP:
     """Forward of a gated MLP over this rank's intermediate features."""
 
@@ -116,6 +124,6 @@ class ParallelLlamaMLP:
         columns = [self.gate_proj, self.up_proj]
         if layout is None:
             gate, up = column_parallel(x, columns)
-            return self.down_proj(self.act_fn(gate) * up)
+            return self.down_proj(activate_gated(self.act_fn, gate, up))
         gate, up = column_parallel(x.squeeze(0), columns, layout.rows)
-        return self.down_proj(self.act_fn(gate) * up).unsqueeze(0)
+        return self.down_proj(activate_gated(self.act_fn, gate, up)).unsqueeze(0)

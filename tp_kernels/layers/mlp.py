@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tp_kernels.comm.errors import UnsupportedError
 from tp_kernels.comm.group import GroupLike, as_group
 from tp_kernels.ops._op import ACTIVATIONS, activate
+from tp_kernels.ops.elementwise import swiglu
 
 from .linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 
@@ -62,4 +63,6 @@ class ParallelMLP(nn.Module):
             (up,) = column_parallel(x, [self.up_proj], rows)
             return self.down_proj(activate(up, self.activation))
         gate, up = column_parallel(x, [self.gate_proj, self.up_proj], rows)
+        if self.activation == "silu":
+            return self.down_proj(swiglu(gate, up))
         return self.down_proj(activate(gate, self.activation) * up)
