@@ -88,7 +88,7 @@ void rotate_rows(const void* x, const void* cosines, const void* sines, void* ou
   }
 }
 
-// e^x to 2 units in the last place, of operations that every processor rounds alike and a compiler can do
+// e^x to a unit in the last place, of operations that every processor rounds alike and a compiler can do
 // for several x at once: 2^n and, for |r| <= ln(2) / 2, the Taylor series of e^r. Beyond |x| = 120, and
 // for NaN, that of 120.
 float exponential(float x) {
@@ -105,8 +105,7 @@ float exponential(float x) {
   series = series * r + 1.0f / 24.0f;
   series = series * r + 1.0f / 6.0f;
   series = series * r + 0.5f;
-  series = series * r + 1.0f;
-  series = series * r + 1.0f;
+  series = 1.0f + (r + r * r * series);  // the larger terms last: one rounding that counts
   // 2^n in two factors, so that the result may be infinite or subnormal.
   const std::int32_t whole = static_cast<std::int32_t>(bits_of(shifted) - bits_of(kRound));
   const std::int32_t half = whole >> 1;
