@@ -105,7 +105,7 @@ $(STAMPS)/model: | $(STAMPS)/tools
 # Without build isolation, to use the tools above.
 $(STAMPS)/package: pyproject.toml constraints.txt setup.py $(STAMPS)/tools
 	@echo "installing into $(VENV): a few minutes the first time"
-	$(PIP) install -q -c constraints.txt --no-build-isolation -e ".[transformers,dev]"
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e ".[transformers,triton,dev]"
 	@touch $@ $(STAMPS)/host
 
 # The installation above has built _host from scratch; this rebuilds what changed since then.
