@@ -28,6 +28,13 @@ def test_compiles(configuration, architecture):
     assert recorded[f"sm_{architecture}"][str(configuration)] == compiled.resources
 
 
+@pytest.mark.parametrize("sizes", ["of_one", "wide"])
+@pytest.mark.parametrize("configuration", LARGEST, ids=str)
+def test_compiles_for_other_sizes(configuration, sizes):
+    compiled = aot.build(configuration, 90, **{sizes: True})
+    assert not compiled.spilled and not aot._unordered(compiled.ptx)
+
+
 def test_table_is_complete():
     recorded = aot.read_table()
     if not recorded:

@@ -147,10 +147,14 @@ class Workspace:
     ) -> None:
         """Run `kernel` on `programs` channels, with `arguments`, what every kernel needs and `constants`.
 
+        Interpreted kernels have ended, well or not, when this returns. On a GPU it neither waits nor
+        checks, so it can be captured in a graph: call `check` before results leave the device.
+
         Raises:
-            CollectiveTimeoutError: a kernel of this workspace gave up a wait; on a GPU, an earlier one.
+            CollectiveTimeoutError: an interpreted kernel of this workspace gave up a wait.
         """
-        self.check()
+        if INTERPRETED:
+            self.check()
         kernel[(programs,)](
             *arguments,
             self.table,
@@ -171,9 +175,9 @@ class Workspace:
             self.check()
 
     def check(self) -> None:
-        """Raise if a kernel has given up a wait; the workspace then stays unusable.
+        """Raise if a kernel has given up a wait; what it and later kernels had to write is then undefined.
 
-        On a GPU this copies the record to the host, which waits for the current stream.
+        The workspace stays unusable. On a GPU this copies the record, which waits for the current stream.
         """
         record = dict(zip(RECORD, self.record.tolist(), strict=True))
         if record["state"]:
