@@ -35,8 +35,9 @@ class Recorder:
         return lambda *args, **constants: self.launches.append((grid, args, constants))
 
 
-def test_launches_differ_in_nothing_but_the_arguments():
+def test_launches_differ_in_nothing_but_the_arguments(monkeypatch):
     """Or a captured graph, which repeats a launch, would not be the next call."""
+    monkeypatch.setattr("tp_kernels.kernels.workspace.INTERPRETED", True)
     workspace, kernel, x = make(), Recorder(), torch.ones(3)
     for _ in range(2):
         workspace.launch(kernel, "all_gather", 3, x, warps=4, BLOCK=8)
@@ -113,6 +114,8 @@ def test_arguments_that_are_refused():
             function(x, workspace, out=torch.ones(5, 8))
         with pytest.raises(UnsupportedError, match="meta"):
             function(x.to("meta"), workspace)
+    with pytest.raises(UnsupportedError, match="TRITON_INTERPRET=1"):  # not in this process
+        all_reduce(x, workspace)
     with pytest.raises(ShapeError, match="strides"):
         all_reduce(x.t(), workspace, out=torch.ones(4, 8).t())
     square = torch.ones(3, 3).t()

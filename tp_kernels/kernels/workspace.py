@@ -152,9 +152,15 @@ class Workspace:
 
         Raises:
             CollectiveTimeoutError: an interpreted kernel of this workspace gave up a wait.
+            UnsupportedError: kernels are compiled for GPUs and the workspace is in host memory.
         """
         if INTERPRETED:
             self.check()
+        elif self.table.is_cpu:
+            raise UnsupportedError(
+                f"{operation} on rank {self.rank}: CPU tensors need the Triton interpreter; set "
+                "TRITON_INTERPRET=1 before tp_kernels.kernels is imported"
+            )
         kernel[(programs,)](
             *arguments,
             self.table,
