@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/stamps
 NATIVE := CMakeLists.txt $(shell find csrc/include csrc/host -type f)
 
-.PHONY: venv demo test test-cpp test-neon test-python lint format clean bench-peers
+.PHONY: venv demo test test-cpp test-neon test-python aot lint format clean bench-peers
 .DEFAULT_GOAL := test
 
 venv: $(STAMPS)/package $(STAMPS)/host $(STAMPS)/model
@@ -50,6 +50,10 @@ test-neon: $(STAMPS)/neon
 # -rs lists why a test was skipped; the closing line counts what ran.
 test-python: venv $(STAMPS)/spin
 	$(BIN)/python -m pytest -q -rs --durations=10 --junitxml=build/pytest.xml $(PYTEST_ARGS)
+
+# Every Triton kernel compiled for every GPU it claims; no GPU is needed. Prints the resource table.
+aot: venv
+	$(BIN)/python -m tests.kernels.aot $(AOT_ARGS)
 
 # What `tp-kernels bench` compares with, in an environment of its own: DeepSpeed with its extension
 # compiled ahead, and Open MPI. A few minutes, once.
@@ -105,7 +109,7 @@ $(STAMPS)/model: | $(STAMPS)/tools
 # Without build isolation, to use the tools above.
 $(STAMPS)/package: pyproject.toml constraints.txt setup.py $(STAMPS)/tools
 	@echo "installing into $(VENV): a few minutes the first time"
-	$(PIP) install -q -c constraints.txt --no-build-isolation -e ".[transformers,dev]"
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e ".[transformers,triton,dev]"
 	@touch $@ $(STAMPS)/host
 
 # The installation above has built _host from scratch; this rebuilds what changed since then.

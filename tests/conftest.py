@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -31,11 +32,18 @@ def world() -> Iterator[Callable[[int], Ranks]]:
 
     Starting ranks costs more than most tests. A pool that a test broke is replaced.
     """
+    with rank_pools() as get:
+        yield get
+
+
+@contextmanager
+def rank_pools(env: dict[str, str] | None = None) -> Iterator[Callable[[int], Ranks]]:
+    """Pools of ranks by size, whose processes have the variables `env`."""
     pools: dict[int, Ranks] = {}
 
     def get(size: int) -> Ranks:
         if size not in pools or not pools[size].usable:
-            pools[size] = Ranks(size)
+            pools[size] = Ranks(size, env=env)
             # Ranks that oversubscribe the cores make every timing-related failure look random.
             threads = max(1, len(os.sched_getaffinity(0)) // size)
             assert pools[size].run(torch.get_num_threads) == [threads] * size

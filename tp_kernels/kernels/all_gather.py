@@ -1,0 +1,133 @@
+"""all_gather: the rows of all ranks, one after the other, on every rank.
+
+Every rank writes its rows to every peer: one round. Any dtype: elements are moved, never looked at.
+Rows are divided as by `tp_kernels.split_sizes`. Backward: reduce_scatter.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tp_kernels.comm.errors import ShapeError
+from tp_kernels.comm.layout import split_sizes
+
+from ._rounds import receive, send, start_of
+from ._signals import CREDIT, READY, enter, leave, observe, publish
+from .workspace import WARPS, Workspace, check_operand, result_like, tile
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+def reference(xs: list[Tensor]) -> Tensor:
+    """The result for the `x` of all ranks."""
+    return torch.cat(xs)
+
+
+@triton.jit(do_not_specialize=["rank", "timeout"])
+def gather(
+    x, out, small, larger, width, most, part, table, record, rank, timeout,
+    OPERATION: tl.constexpr, WORLD: tl.constexpr, STRIDE: tl.constexpr, DEPTH: tl.constexpr,
+    CHUNK: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """x [rows of this rank], out [rows of all ranks]; a round takes `part` elements of every rank's rows.
+
+    small, larger, width: see start_of. most: elements of the rank that has most.
+    """
+    channel = tl.program_id(0).to(tl.int64)
+    me = tl.cast(rank, tl.int64)
+    epoch, alive = enter(table, record, rank, channel, STRIDE, LANES)
+    mine = start_of(me, small, larger, width)
+    my_count = start_of(me + 1, small, larger, width) - mine
+    first = channel * part
+    while (first < most) & alive:
+        epoch += 1
+        my_length = tl.minimum(my_count - first, part).to(tl.int32)
+        alive = observe(
+            table, record, rank, channel, CREDIT, epoch - DEPTH, alive, timeout,
+            OPERATION, WORLD, STRIDE, LANES,
+        )  # fmt: skip
+        for start in range(0, part, BLOCK):
+            offsets = start + tl.arange(0, BLOCK)
+            mask = (offsets < my_length) & alive
+            value = tl.load(x + first + offsets, mask=mask)
+            tl.store(out + mine + first + offsets, value, mask=mask)
+            for step in range(1, WORLD):  # not all to the same rank at once
+                send(
+                    value, table, (rank + step) % WORLD, rank, channel, epoch, offsets, mask,
+                    WORLD, STRIDE, DEPTH, CHUNK,
+                )  # fmt: skip
+        publish(table, rank, channel, READY, epoch, alive, WORLD, STRIDE, LANES)
+        alive = observe(
+            table, record, rank, channel, READY, epoch, alive, timeout,
+            OPERATION, WORLD, STRIDE, LANES,
+        )  # fmt: skip
+        for step in range(1, WORLD):
+            peer = (me + step) % WORLD
+            theirs = start_of(peer, small, larger, width)
+            their_count = start_of(peer + 1, small, larger, width) - theirs
+            length = tl.minimum(their_count - first, part).to(tl.int32)
+            for start in range(0, part, BLOCK):
+                offsets = start + tl.arange(0, BLOCK)
+                mask = (offsets < length) & alive
+                value = receive(
+                    out.dtype.element_ty, table, peer, rank, channel, epoch, offsets, mask,
+                    WORLD, STRIDE, DEPTH, CHUNK,
+                )  # fmt: skip
+                tl.store(out + theirs + first + offsets, value, mask=mask)
+        publish(table, rank, channel, CREDIT, epoch, alive, WORLD, STRIDE, LANES)
+        first += tl.num_programs(0) * part
+    leave(table, rank, channel, epoch, alive, STRIDE)
+
+
+def all_gather(
+    x: Tensor, workspace: Workspace, rows: int | None = None, *, out: Tensor | None = None
+) -> Tensor:
+    """This rank's rows [R_r, ...] -> [R, ...] of all ranks. Collective.
+
+    Args:
+        x: any dtype; all but the first dimension and the dtype equal on all ranks.
+        rows: R, of which this rank holds split_sizes(R, W)[rank]; default: all ranks hold equally many.
+        out: takes the result: contiguous, apart from `x` in memory.
+
+    Raises:
+        ShapeError, UnsupportedError: before anything is sent.
+        CollectiveTimeoutError: interpreted, as `Workspace.launch`.
+    """
+    check_operand("all_gather", workspace, x, dtypes=None)
+    world, rank = workspace.world, workspace.rank
+    if x.dim() == 0:
+        raise ShapeError("all_gather: a scalar has no rows to divide over ranks")
+    rows = x.shape[0] * world if rows is None else rows
+    counts = split_sizes(rows, world)
+    if counts[rank] != x.shape[0]:
+        raise ShapeError(
+            f"all_gather: rank {rank} of {world} holds {x.shape[0]} rows, but its share of rows={rows} "
+            f"is {counts[rank]} (tp_kernels.split_sizes({rows}, {world}) = {counts})"
+        )
+    out = result_like("all_gather", workspace, x, (rows, *x.shape[1:]), out)
+    if world == 1:
+        return out.copy_(x)
+    if out.numel() == 0:
+        return out
+    words = _WORDS[x.element_size()]
+    width = x.shape[1:].numel() * x.element_size() // words.itemsize
+    block = tile(words)
+    part, programs = workspace.divide(counts[0] * width, words.itemsize, block)
+    workspace.launch(
+        gather,
+        "all_gather",
+        programs,
+        x.contiguous().view(-1).view(words),
+        out.view(-1).view(words),
+        counts[-1] * width,
+        rows % world,
+        width,
+        counts[0] * width,
+        part,
+        warps=WARPS,
+        BLOCK=block,
+    )
+    return out

@@ -1,0 +1,229 @@
+"""The memory through which kernels of different ranks exchange data: its shape, addresses and failures.
+
+Of every rank, in memory that all of them can address (see _signals.py for what happens in it):
+
+    channel 0 | channel 1 | ...
+    channel:  ready, credit and epoch words | buffer 0 | buffer 1 | ...        STRIDE bytes
+    buffer:   chunk from rank 0 | chunk from rank 1 | ...                      WORLD * CHUNK bytes
+
+A workspace serves one operation after the other, in the same order on all ranks; two that may run at the
+same time, on two streams, need a workspace each. Nothing here depends on the size of a message: longer ones
+go through the same buffers in more rounds, so nothing ever grows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tp_kernels.comm.errors import CollectiveTimeoutError, ShapeError, UnsupportedError
+
+from ._device import INTERPRETED
+from ._signals import CREDIT, EPOCH, MOST_RANKS, READY, RECORD, SIGNAL_BYTES
+
+# How the record of a failed wait names the operation. Codes are those of nothing else.
+OPERATIONS = {"all_reduce": 1, "reduce_scatter": 2, "all_gather": 3, "all_reduce_rms_norm": 4}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+WARPS = 8  # of kernels that only move and add
+# Of a thread. Without a limit ptxas makes room for more blocks per multiprocessor and spills for it, even
+# out of 40 registers (seen with 12.8), but these kernels need one. 128 is too few for the largest.
+MOST_REGISTERS = 160
+
+
+def tile(dtype: torch.dtype) -> int:
+    """Elements that a program of WARPS warps moves at a time: 16 bytes per thread, the widest access."""
+    return 32 * WARPS * 16 // dtype.itemsize
+
+
+@dataclass(frozen=True)
+class WorkspaceShape:
+    """What a workspace holds; the same on all ranks.
+
+    Args:
+        world: ranks, 1 to 32.
+        channels: programs that a launch may have. On a GPU all of them should be resident at once.
+        chunk: bytes that one rank sends another in one round of a channel; a multiple of 16.
+        depth: rounds that a rank may be ahead of its slowest reader; a power of two.
+    """
+
+    world: int
+    channels: int = 32
+    chunk: int = 1 << 16
+    depth: int = 2
+
+    def __post_init__(self) -> None:
+        for holds, name, what in (
+            (1 <= self.world <= MOST_RANKS, "world", f"1 to {MOST_RANKS}"),
+            (1 <= self.channels <= 65535, "channels", "1 to 65535"),
+            (self.chunk > 0 and self.chunk % 16 == 0, "chunk", "a positive multiple of 16"),
+            (self.depth in (1, 2, 4, 8), "depth", "1, 2, 4 or 8"),
+        ):
+            if not holds:
+                raise ShapeError(f"WorkspaceShape({name}={getattr(self, name)}): expected {what}")
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one channel to the next."""
+        return SIGNAL_BYTES.value + self.depth * self.world * self.chunk
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every rank's region."""
+        return self.channels * self.stride
+
+
+class Workspace:
+    """This rank's view of a workspace.
+
+    Construction is local, but no rank may launch a kernel before all ranks have constructed theirs.
+
+    Args:
+        shape: sizes, equal on all ranks.
+        rank: this rank.
+        local: [>= shape.nbytes] uint8, this rank's region, 16-byte aligned and all zero.
+        addresses: of the region of every rank, as this rank's kernels reach them.
+        timeout: seconds a wait of a kernel may last.
+        name: for messages.
+        epoch: rounds that are taken to have been made already; for tests.
+    """
+
+    def __init__(
+        self,
+        shape: WorkspaceShape,
+        rank: int,
+        local: Tensor,
+        addresses: Sequence[int],
+        *,
+        timeout: float = 60.0,
+        name: str = "workspace",
+        epoch: int = 0,
+    ) -> None:
+        if local.dtype != torch.uint8 or local.dim() != 1 or local.numel() < shape.nbytes:
+            raise ShapeError(
+                f"{name} on rank {rank}: the region is {tuple(local.shape)} {local.dtype}, {shape} "
+                f"needs {shape.nbytes} bytes of uint8"
+            )
+        if len(addresses) != shape.world or any(address % 16 for address in addresses):
+            raise ShapeError(
+                f"{name} on rank {rank}: expected the addresses of {shape.world} regions, 16-byte "
+                f"aligned, not {[hex(address) for address in addresses]}"
+            )
+        self.shape, self.rank, self.name, self.timeout = shape, rank, name, timeout
+        self.local = local  # kept alive; kernels reach it through `table` only
+        self.table = torch.tensor(addresses, dtype=torch.int64, device=local.device)
+        self.record = torch.zeros(len(RECORD), dtype=torch.int32, device=local.device)
+        if epoch:
+            signals = local[: shape.nbytes].view(shape.channels, shape.stride)
+            for word in (READY.value, CREDIT.value, EPOCH.value):
+                flags = signals[:, word : word + 4 * MOST_RANKS]
+                flags.copy_(torch.full((MOST_RANKS,), epoch, dtype=torch.int32).view(torch.uint8))
+
+    @property
+    def world(self) -> int:
+        return self.shape.world
+
+    def divide(self, elements: int, itemsize: int, block: int) -> tuple[int, int]:
+        """(elements of a chunk, programs) for a message of which every rank sends a peer `elements`.
+
+        As many channels as have a tile of `block` elements each; then whole tiles up to full chunks.
+        """
+        wanted = -(-elements // self.shape.channels)
+        part = min(self.shape.chunk // itemsize, -(-wanted // block) * block)
+        return part, min(self.shape.channels, -(-elements // part))
+
+    def launch(
+        self,
+        kernel: Any,
+        operation: str,
+        programs: int,
+        *arguments: Any,
+        warps: int,
+        **constants: Any,
+    ) -> None:
+        """Run `kernel` on `programs` channels, with `arguments`, what every kernel needs and `constants`.
+
+        Interpreted kernels have ended, well or not, when this returns. On a GPU it neither waits nor
+        checks, so it can be captured in a graph: call `check` before results leave the device.
+
+        Raises:
+            CollectiveTimeoutError: an interpreted kernel of this workspace gave up a wait.
+            UnsupportedError: kernels are compiled for GPUs and the workspace is in host memory.
+        """
+        if INTERPRETED:
+            self.check()
+        elif self.table.is_cpu:
+            raise UnsupportedError(
+                f"{operation} on rank {self.rank}: CPU tensors need the Triton interpreter; set "
+                "TRITON_INTERPRET=1 before tp_kernels.kernels is imported"
+            )
+        kernel[(programs,)](
+            *arguments,
+            self.table,
+            self.record,
+            self.rank,
+            int(self.timeout * 1e9),
+            OPERATION=OPERATIONS[operation],
+            WORLD=self.world,
+            STRIDE=self.shape.stride,
+            DEPTH=self.shape.depth,
+            CHUNK=self.shape.chunk,
+            LANES=32 * warps,
+            **constants,
+            num_warps=warps,
+            maxnreg=MOST_REGISTERS,
+        )
+        if INTERPRETED:
+            self.check()
+
+    def check(self) -> None:
+        """Raise if a kernel has given up a wait; what it and later kernels had to write is then undefined.
+
+        The workspace stays unusable. On a GPU this copies the record, which waits for the current stream.
+        """
+        record = dict(zip(RECORD, self.record.tolist(), strict=True))
+        if record["state"]:
+            operation = {code: name for name, code in OPERATIONS.items()}[record["operation"]]
+            what = {READY.value: "data", CREDIT.value: "credit"}[record["signal"]]
+            raise CollectiveTimeoutError(
+                f"{operation}: rank {record['rank']} waited for {what} of rank {record['peer']} "
+                f"(slot '{self.name}', channel {record['channel']}, expected epoch "
+                f"{record['expected']}, seen {record['seen']}), which did not arrive within "
+                f"{self.timeout:g} s; make a new workspace on all ranks"
+            )
+
+
+def check_operand(
+    operation: str, workspace: Workspace, x: Tensor, dtypes: Sequence[torch.dtype] | None = DTYPES
+) -> None:
+    """Refuse what kernels cannot read, before anything is sent."""
+    where = f"{operation} on rank {workspace.rank} of {workspace.world}"
+    if dtypes is not None and x.dtype not in dtypes:
+        raise UnsupportedError(f"{where}: {x.dtype}; supported are {', '.join(map(str, dtypes))}")
+    if x.device != workspace.table.device:
+        raise UnsupportedError(
+            f"{where}: x is on {x.device}, the workspace on {workspace.table.device}"
+        )
+
+
+def result_like(
+    operation: str, workspace: Workspace, x: Tensor, shape: Sequence[int], out: Tensor | None
+) -> Tensor:
+    """`out` if it can take a result of this shape, else a new tensor."""
+    if out is None:
+        return x.new_empty(tuple(shape))
+    if out.shape != tuple(shape) or out.dtype != x.dtype or out.device != x.device:
+        raise ShapeError(
+            f"{operation} on rank {workspace.rank}: out is {tuple(out.shape)} {out.dtype} on "
+            f"{out.device}, the result is {tuple(shape)} {x.dtype} on {x.device}"
+        )
+    if not out.is_contiguous():
+        raise ShapeError(
+            f"{operation} on rank {workspace.rank}: out has strides {out.stride()}; it must be "
+            "contiguous"
+        )
+    return out
