@@ -1,5 +1,7 @@
 // The table of the functions of short_way.h, and the collectives among them.
 #include <algorithm>
+#include <numeric>
+#include <optional>
 
 #include "collectives.h"
 #include "short_way.h"
@@ -9,62 +11,92 @@ namespace tpk {
 namespace short_way {
 namespace {
 
-// A new tensor like `x`, but with `first` rows if that is not negative.
-Output like(const TensorView& x, std::int64_t first = -1) {
-  std::array<std::int64_t, kMostDims> sizes;
-  std::copy(x.shape, x.shape + x.dims, sizes.begin());
-  if (first >= 0) sizes[0] = first;
-  return Output(sizes.data(), x.dims, x.dtype);
-}
+// Where a collective of `x` puts its result: a tensor that was given, or a new one.
+class Result {
+ public:
+  // `first` rows instead of those of x, if not negative. False if `given`, which is None or a tensor, cannot
+  // hold the result or shares memory with x.
+  bool prepare(PyObject* given, const TensorView& x, std::int64_t first = -1) {
+    std::array<std::int64_t, kMostDims> shape;
+    std::copy(x.shape, x.shape + x.dims, shape.begin());
+    if (first >= 0) shape[0] = first;
+    if (given == Py_None) {
+      made_.emplace(shape.data(), x.dims, x.dtype);
+      data_ = made_->data();
+      return true;
+    }
+    TensorView out;
+    if (!view_of(given, out) || !out.contiguous() || out.dtype != x.dtype || out.dims != x.dims ||
+        !std::equal(out.shape, out.shape + out.dims, shape.begin())) {
+      return false;
+    }
+    const std::uint64_t size = size_of(x.dtype);
+    if (out.data < x.data + x.count() * size && x.data < out.data + out.count() * size) return false;
+    given_ = given;
+    data_ = out.data;
+    return true;
+  }
+
+  std::byte* data() const { return data_; }
+
+  PyObject* release() {
+    if (made_) return made_->release();
+    Py_INCREF(given_);
+    return given_;
+  }
+
+ private:
+  std::optional<Output> made_;
+  PyObject* given_ = nullptr;
+  std::byte* data_ = nullptr;
+};
 
 }  // namespace
 
-// (x, out: None or x) -> sum over ranks
 PyObject* all_reduce(ShortWay& way, PyObject* const* args) {
   TensorView x;
-  const bool in_place = args[1] == args[0];
-  if (!in_place && args[1] != Py_None) return none();
   if (!view_of(args[0], x) || !x.contiguous()) return none();
-  Slot& slot = way.slot();
-  const auto run = [&](void* out) {
+  const bool in_place = args[1] == args[0];
+  Result out;
+  if (!in_place && !out.prepare(args[1], x)) return none();
+  {
     const Unlocked unlocked;
-    slot.exclusive("all_reduce", [&] {
-      tpk::all_reduce(slot, x.data, out, x.count(), x.dtype, op_all_reduce, way.timeout());
+    way.slot().exclusive("all_reduce", [&] {
+      tpk::all_reduce(way.slot(), x.data, in_place ? x.data : out.data(), x.count(), x.dtype,
+                      op_all_reduce, way.timeout());
     });
-  };
-  if (in_place) {
-    run(x.data);
-    Py_INCREF(args[0]);
-    return args[0];
   }
-  Output out = like(x);
-  run(out.data());
-  return out.release();
+  if (!in_place) return out.release();
+  Py_INCREF(args[0]);
+  return args[0];
 }
 
-// (x) -> this rank's rows of the sum
 PyObject* reduce_scatter(ShortWay& way, PyObject* const* args) {
   TensorView x;
   if (!view_of(args[0], x) || !x.contiguous() || x.dims == 0) return none();
   auto counts = split(x.count(0, 1), way.world());
-  Output out = like(x, static_cast<std::int64_t>(counts[way.rank()]));
+  Result out;
+  if (!out.prepare(args[1], x, static_cast<std::int64_t>(counts[way.rank()]))) return none();
   scale(counts, x.count(1, x.dims));
   {
     const Unlocked unlocked;
     way.slot().exclusive("reduce_scatter", [&] {
       tpk::reduce_scatter(way.slot(), x.data, out.data(), counts, x.dtype, op_reduce_scatter,
-                     way.timeout());
+                          way.timeout());
     });
   }
   return out.release();
 }
 
-// (x) -> the rows of all ranks, who have equally many
 PyObject* all_gather(ShortWay& way, PyObject* const* args) {
   TensorView x;
   if (!view_of(args[0], x) || !x.contiguous() || x.dims == 0) return none();
-  Output out = like(x, x.shape[0] * way.world());
-  const std::vector<std::uint64_t> counts(way.world(), x.count());
+  std::vector<std::uint64_t> counts;
+  if (!rows_of_ranks(way, x.count(0, 1), args[1], counts)) return none();
+  const std::uint64_t all = std::accumulate(counts.begin(), counts.end(), std::uint64_t{0});
+  Result out;
+  if (!out.prepare(args[2], x, static_cast<std::int64_t>(all))) return none();
+  scale(counts, x.count(1, x.dims));
   {
     const Unlocked unlocked;
     way.slot().exclusive("all_gather", [&] {
@@ -120,8 +152,8 @@ std::array<PyMethodDef, 7> methods = {
     method<short_way::all_gather_linear, 4, 2>("all_gather_linear"),
     method<short_way::copy_linear, 3, 3>("copy_linear"),
     method<short_way::all_reduce, 2, 4>("all_reduce"),
-    method<short_way::reduce_scatter, 1, 5>("reduce_scatter"),
-    method<short_way::all_gather, 1, 6>("all_gather"),
+    method<short_way::reduce_scatter, 2, 5>("reduce_scatter"),
+    method<short_way::all_gather, 3, 6>("all_gather"),
 };
 
 PyObject* failed(const ShortWay& way, std::size_t place) {

@@ -262,14 +262,8 @@ PyObject* all_gather_linear(ShortWay& way, PyObject* const* args) {
   const bool vector = first.x.dims == 1;
   const std::uint64_t mine = vector ? 1 : first.x.count(0, 1);
   const std::uint64_t inner = vector ? 1 : first.x.count(1, first.x.dims - 1);
-  std::vector<std::uint64_t> counts(way.world(), mine);
-  if (args[3] != Py_None) {
-    const std::int64_t total = PyLong_Check(args[3]) ? PyLong_AsLongLong(args[3]) : -1;
-    if (PyErr_Occurred()) PyErr_Clear();
-    if (total < 0) return none();
-    counts = split(static_cast<std::uint64_t>(total), way.world());
-    if (counts[way.rank()] != mine) return none();
-  }
+  std::vector<std::uint64_t> counts;
+  if (!rows_of_ranks(way, mine, args[3], counts)) return none();
   std::uint64_t all = 0;
   for (const std::uint64_t count : counts) all += count;
   const std::uint64_t rows = all * inner;

@@ -66,18 +66,33 @@ inline std::vector<std::uint64_t> split(std::uint64_t total, int world) {
   return sizes;
 }
 
+// Rows of the ranks, of which this one has `mine`, for `total`, an int or None. False if that is wrong.
+inline bool rows_of_ranks(ShortWay& way, std::uint64_t mine, PyObject* total,
+                          std::vector<std::uint64_t>& counts) {
+  if (total == Py_None) {
+    counts.assign(way.world(), mine);
+    return true;
+  }
+  const std::int64_t rows = PyLong_Check(total) ? PyLong_AsLongLong(total) : -1;
+  if (PyErr_Occurred()) PyErr_Clear();
+  if (rows < 0) return false;
+  counts = split(static_cast<std::uint64_t>(rows), way.world());
+  return counts[way.rank()] == mine;
+}
+
 inline void scale(std::vector<std::uint64_t>& counts, std::uint64_t row) {
   for (auto& count : counts) count *= row;
 }
 
-// Arguments and answers; exceptions are Python's errors.
+// Arguments; `out` may be None, and `x` of all_reduce; `rows`, of all ranks, may be None: all have as many.
+// Exceptions become Python's errors.
 PyObject* linear_all_reduce(ShortWay& way, PyObject* const* args);      // x, w, bias
 PyObject* linear_reduce_scatter(ShortWay& way, PyObject* const* args);  // x, w, bias
 PyObject* copy_linear(ShortWay& way, PyObject* const* args);            // x, weights, biases
 PyObject* all_gather_linear(ShortWay& way, PyObject* const* args);      // x, weights, biases, rows
-PyObject* all_reduce(ShortWay& way, PyObject* const* args);             // x, out: None or x
-PyObject* reduce_scatter(ShortWay& way, PyObject* const* args);         // x
-PyObject* all_gather(ShortWay& way, PyObject* const* args);             // x
+PyObject* all_reduce(ShortWay& way, PyObject* const* args);             // x, out
+PyObject* reduce_scatter(ShortWay& way, PyObject* const* args);         // x, out
+PyObject* all_gather(ShortWay& way, PyObject* const* args);             // x, rows, out
 
 PyObject* rms_norm(PyObject* const* args);  // x [..., H], weight [H], epsilon -> [..., H]
 PyObject* swiglu(PyObject* const* args);    // gate, up [...]

@@ -48,10 +48,9 @@ def all_reduce(x: Tensor, group: ParallelGroup, out: Tensor | None = None) -> Te
 
 def reduce_scatter(x: Tensor, group: ParallelGroup, out: Tensor | None = None) -> Tensor:
     """[R, ...] -> this rank's [split_sizes(R, W)[rank], ...] rows of the sum over ranks."""
-    if out is None:
-        result = group.short.reduce_scatter(x)
-        if result is not None:
-            return result
+    result = group.short.reduce_scatter(x, out)
+    if result is not None:
+        return result
     if x.dim() == 0:
         raise ShapeError("reduce_scatter: a scalar has no rows to divide over ranks")
     counts = split_sizes(x.shape[0], group.size)
@@ -78,8 +77,8 @@ def all_gather(
     rows: R, of which this rank holds split_sizes(rows, W)[rank]; default: all ranks hold equally many.
     counts: rows of every rank, instead of `rows`, when they are divided in another way.
     """
-    if rows is None and counts is None and out is None:
-        result = group.short.all_gather(x)
+    if counts is None:
+        result = group.short.all_gather(x, rows, out)
         if result is not None:
             return result
     if counts is None:

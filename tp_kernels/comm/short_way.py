@@ -71,9 +71,9 @@ class ShortWay:
     linear_reduce_scatter: Callable[..., Any]  # (x, weight, bias)
     copy_linear: Callable[..., Any]  # (x, weights, biases)
     all_gather_linear: Callable[..., Any]  # (x, weights, biases, rows)
-    all_reduce: Callable[..., Any]  # (x, out), out None or x
-    reduce_scatter: Callable[..., Any]  # (x)
-    all_gather: Callable[..., Any]  # (x); ranks with equally many rows
+    all_reduce: Callable[..., Any]  # (x, out); out may be x
+    reduce_scatter: Callable[..., Any]  # (x, out)
+    all_gather: Callable[..., Any]  # (x, rows, out)
 
     def __init__(
         self,
