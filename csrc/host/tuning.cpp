@@ -17,8 +17,9 @@ struct Row {
 
 // Measured with bench/tune_collectives.py, float32, AVX-512, on 2 cores of a Xeon with 2 MiB of L2 cache
 // a core; worlds above 2 therefore with more ranks than cores. What is in buffers already saves one
-// of the copies that two shots avoid: there the threshold is assumed to be twice as high. Rows of one
-// instruction set stand in order of world size; "" is for those that were not measured apart.
+// of the copies that two shots avoid: there the threshold is assumed to be twice as high. AVX2 and
+// scalar code of two ranks cross between 64 and 128 KiB too, within 12 % at 64 KiB, so they have no rows
+// of their own. Rows of one instruction set would stand in order of world size; "" is for all others.
 constexpr Row kRows[] = {
     //       two_shot   two_shot_resident  piece  streaming
     {"", 2, {128 * KiB, kNever, 128 * KiB, 32 * MiB}},
