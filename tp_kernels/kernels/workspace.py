@@ -26,7 +26,14 @@ from ._device import INTERPRETED
 from ._signals import CREDIT, EPOCH, MOST_RANKS, READY, RECORD, SIGNAL_BYTES
 
 # How the record of a failed wait names the operation. Codes are those of nothing else.
-OPERATIONS = {"all_reduce": 1, "reduce_scatter": 2, "all_gather": 3, "all_reduce_rms_norm": 4}
+OPERATIONS = {
+    "all_reduce": 1,
+    "reduce_scatter": 2,
+    "all_gather": 3,
+    "all_reduce_rms_norm": 4,
+    "linear_reduce_scatter": 5,
+    "linear_all_reduce": 6,
+}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 WARPS = 8  # of kernels that only move and add
