@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/stamps
 NATIVE := CMakeLists.txt $(shell find csrc/include csrc/host -type f)
 
-.PHONY: venv demo test test-cpp test-neon test-python lint format clean bench-peers
+.PHONY: venv demo test test-cpp test-neon test-python aot lint format clean bench-peers
 .DEFAULT_GOAL := test
 
 venv: $(STAMPS)/package $(STAMPS)/host $(STAMPS)/model
@@ -50,6 +50,10 @@ test-neon: $(STAMPS)/neon
 # -rs lists why a test was skipped; the closing line counts what ran.
 test-python: venv $(STAMPS)/spin
 	$(BIN)/python -m pytest -q -rs --durations=10 --junitxml=build/pytest.xml $(PYTEST_ARGS)
+
+# Every Triton kernel compiled for every GPU it claims; no GPU is needed. Prints the resource table.
+aot: venv
+	$(BIN)/python -m tests.kernels.aot $(AOT_ARGS)
 
 # What `tp-kernels bench` compares with, in an environment of its own: DeepSpeed with its extension
 # compiled ahead, and Open MPI. A few minutes, once.

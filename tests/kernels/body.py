@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -37,6 +37,12 @@ class Kernels:
     package: str
     group: ParallelGroup
     workspace: Any
+    failures: list[Any] = field(default_factory=list)
+
+    def expect(self, holds: bool, *what: Any) -> None:
+        """Assert at the end: a rank that stopped here would keep the others waiting."""
+        if not holds:
+            self.failures.append(what)
 
     def module(self, name: str) -> Any:
         return importlib.import_module(f"{self.package}.{name}")
@@ -79,8 +85,10 @@ def kernels(
         shape, group.rank, region.local, region.addresses, timeout=timeout, epoch=epoch
     )
     region.settle()
+    k = Kernels(package, group, workspace)
     try:
-        yield Kernels(package, group, workspace)
+        yield k
+        assert not k.failures, k.failures
     finally:
         region.close()
         if own is not None:
@@ -116,20 +124,20 @@ def check(
             for peer, count in enumerate(split_sizes(shape[0], size))
         ]
         (whole,) = k.call(operation, parts[rank], rows=shape[0])
-        assert digest(whole) == digest(module.reference(parts)), where
+        k.expect(digest(whole) == digest(module.reference(parts)), *where)
         return [digest(whole)]
     xs = [values(shape, dtype, peer, seed) for peer in range(size)]
     kept = xs[rank].clone()
     if operation.startswith("all_reduce"):
         (total,) = k.call(operation, xs[rank])
-        assert digest(total) == digest(module.reference(xs)), where
-        assert digest(xs[rank]) == digest(kept), (where, "x has changed")
+        k.expect(digest(total) == digest(module.reference(xs)), *where)
+        k.expect(digest(xs[rank]) == digest(kept), *where, "x has changed")
         return [digest(total)]
     if operation == "reduce_scatter":
         (part,) = k.call(operation, xs[rank])
-        assert digest(part) == digest(module.reference(xs, rank)), where
+        k.expect(digest(part) == digest(module.reference(xs, rank)), *where)
         start, stop = split_range(shape[0], size, rank)
-        assert digest(part) == digest(k.module("all_reduce").reference(xs)[start:stop]), where
+        k.expect(digest(part) == digest(k.module("all_reduce").reference(xs)[start:stop]), *where)
         return []
     p = parameters(xs[0])
     given = [{}, {"bias": p["bias"]}, {"residual": p["residual"]}, dict(p)][seed % 4]
@@ -137,25 +145,31 @@ def check(
     y_expected, s_expected = module.reference(
         xs, **{"weight": p["weight"]} | given, epsilon=EPSILON
     )
-    assert digest(s) == digest(s_expected), where
+    k.expect(digest(s) == digest(s_expected), *where, "s")
     # The mean has another order of summation than torch: s is exact, so only roundings of the scale
     # (fp32), the unit row and the product remain.
     eps32, eps = torch.finfo(torch.float32).eps, torch.finfo(dtype).eps
     allowed = y_expected.double().abs() * ((shape[-1] + 4) * eps32 + 1.1 * eps)
     excess = (y.double() - y_expected.double()).abs() - allowed - torch.finfo(dtype).tiny
-    assert bool((excess <= 0).all()), where
+    k.expect(bool((excess <= 0).all()), *where, "y")
     return [digest(y), digest(s)]
 
 
 # Bodies of tests, which mutants have to fail.
 
 
-def bits(package: str, operation: str, shapes: list[tuple[int, ...]], **options: Any) -> list[str]:
+def bits(
+    package: str,
+    operation: str,
+    shapes: list[tuple[int, ...]],
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
+    **options: Any,
+) -> list[str]:
     """Every dtype and shape: the reference's bits, on all ranks."""
     with kernels(package, **options) as k:
         return [
             line
-            for dtype in DTYPES
+            for dtype in dtypes
             for seed, shape in enumerate(shapes)
             for line in check(k, operation, shape, dtype, seed)
         ]
@@ -182,7 +196,7 @@ def slow_rank(package: str, operation: str, slow: int, **options: Any) -> list[s
         with stalled(k.module(name)) if k.group.rank == slow else nullcontext():
             return [
                 line
-                for seed in range(3)
+                for seed in range(2)
                 for line in check(k, operation, (2, 60), torch.float32, seed)
             ]
 
@@ -224,13 +238,14 @@ def mixed(package: str = REAL) -> list[str]:
 
 def absent_rank(package: str, operation: str, absent: int, **options: Any) -> dict[str, int] | None:
     """Rank `absent` does not call: the others raise, keep the record, and raise again at once."""
-    with kernels(package, timeout=0.3, **options) as k:
+    with kernels(package, **options) as k:
         check(k, operation, (4, 4), torch.float32)
+        k.workspace.timeout = 0.3
         if k.group.rank == absent:
             return None
         x = torch.ones(4, 4)
         for _ in range(2):
-            with pytest.raises(CollectiveTimeoutError, match=f"waited for data of rank {absent} "):
+            with gives_up(f"waited for data of rank {absent} "):
                 k.call(operation, x)
         signals = k.module("_signals")
         return dict(zip(signals.RECORD, k.workspace.record.tolist(), strict=True))
@@ -238,7 +253,7 @@ def absent_rank(package: str, operation: str, absent: int, **options: Any) -> di
 
 def no_credit(package: str, operation: str) -> dict[str, int] | None:
     """Rank 1 ends after it has sent its data: the others have a result, but cannot send any more."""
-    with kernels(package, depth=1, timeout=0.3) as k:
+    with kernels(package, depth=1) as k:
         x = torch.ones(4, 4)
         if k.group.rank == 1:
             module = k.module(operation.rstrip("_12"))
@@ -252,7 +267,8 @@ def no_credit(package: str, operation: str) -> dict[str, int] | None:
                 k.call(operation, x)
             return None
         k.call(operation, x)
-        with pytest.raises(CollectiveTimeoutError, match="waited for credit of rank 1 "):
+        k.workspace.timeout = 0.3
+        with gives_up("waited for credit of rank 1 "):
             k.call(operation, x)
         signals = k.module("_signals")
         return dict(zip(signals.RECORD, k.workspace.record.tolist(), strict=True))
@@ -260,12 +276,27 @@ def no_credit(package: str, operation: str) -> dict[str, int] | None:
 
 def late_for_one(package: str, operation: str) -> None:
     """Rank 2 comes too late for rank 0, not for rank 1: rank 1 gets no numbers from what rank 0 gave up."""
-    rank = torch.distributed.get_rank()
-    with kernels(package, timeout=(0.3, 1.5, 1.5)[rank]) as k:
+    with kernels(package) as k:
+        rendezvous, rank = k.group.rendezvous, k.group.rank
+        assert rendezvous is not None
         if rank == 2:
-            time.sleep(0.8)
-        with pytest.raises(CollectiveTimeoutError):
+            rendezvous.get("gave up", owner=0)
+        k.workspace.timeout = (0.3, 4.0, 1.0)[rank]
+        with gives_up():
             k.call(operation, torch.ones(3, 60))
+        if rank == 0:
+            rendezvous.put("gave up", "")
+
+
+@contextmanager
+def gives_up(match: str = "") -> Iterator[None]:
+    """As pytest.raises; its own error cannot be sent to another process."""
+    message = None
+    try:
+        yield
+    except CollectiveTimeoutError as error:
+        message = str(error)
+    assert message is not None and match in message, message
 
 
 def host_bits() -> None:
@@ -306,3 +337,13 @@ def layouts() -> None:
             assert empty.shape == (0, 4)
         k.group.slot.barrier()
         assert torch.equal(k.workspace.local, before)
+
+
+def of_copy(directory: str, package: str, test: str, *args: Any, **options: Any) -> Any:
+    """Run a body of this file with the kernels of `package` in `directory`."""
+    sys.path.insert(0, directory)
+    try:
+        importlib.invalidate_caches()
+        return globals()[test](package, *args, **options)
+    finally:
+        sys.path.remove(directory)

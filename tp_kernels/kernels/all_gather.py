@@ -44,16 +44,17 @@ def gather(
     first = channel * part
     while (first < most) & alive:
         epoch += 1
+        my_length = tl.minimum(my_count - first, part).to(tl.int32)
         alive = observe(
             table, record, rank, channel, CREDIT, epoch - DEPTH, alive, timeout,
             OPERATION, WORLD, STRIDE, LANES,
         )  # fmt: skip
         for start in range(0, part, BLOCK):
             offsets = start + tl.arange(0, BLOCK)
-            mask = (offsets < part) & (first + offsets < my_count) & alive
+            mask = (offsets < my_length) & alive
             value = tl.load(x + first + offsets, mask=mask)
             tl.store(out + mine + first + offsets, value, mask=mask)
-            for step in tl.static_range(1, WORLD):  # not all to the same rank at once
+            for step in range(1, WORLD):  # not all to the same rank at once
                 send(
                     value, table, (rank + step) % WORLD, rank, channel, epoch, offsets, mask,
                     WORLD, STRIDE, DEPTH, CHUNK,
@@ -63,13 +64,14 @@ def gather(
             table, record, rank, channel, READY, epoch, alive, timeout,
             OPERATION, WORLD, STRIDE, LANES,
         )  # fmt: skip
-        for step in tl.static_range(1, WORLD):
+        for step in range(1, WORLD):
             peer = (me + step) % WORLD
             theirs = start_of(peer, small, larger, width)
             their_count = start_of(peer + 1, small, larger, width) - theirs
+            length = tl.minimum(their_count - first, part).to(tl.int32)
             for start in range(0, part, BLOCK):
                 offsets = start + tl.arange(0, BLOCK)
-                mask = (offsets < part) & (first + offsets < their_count) & alive
+                mask = (offsets < length) & alive
                 value = receive(
                     out.dtype.element_ty, table, peer, rank, channel, epoch, offsets, mask,
                     WORLD, STRIDE, DEPTH, CHUNK,

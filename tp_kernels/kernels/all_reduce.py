@@ -46,7 +46,7 @@ def one_shot(
     epoch, alive = enter(table, record, rank, channel, STRIDE, LANES)
     first = channel * part
     while (first < count) & alive:
-        length = tl.minimum(count - first, part)
+        length = tl.minimum(count - first, part).to(tl.int32)
         epoch += 1
         alive = observe(
             table, record, rank, channel, CREDIT, epoch - DEPTH, alive, timeout,
@@ -56,7 +56,7 @@ def one_shot(
             offsets = start + tl.arange(0, BLOCK)
             mask = (offsets < length) & alive
             value = tl.load(x + first + offsets, mask=mask)
-            for step in tl.static_range(1, WORLD):  # not all to the same rank at once
+            for step in range(1, WORLD):  # not all to the same rank at once
                 send(
                     value, table, (rank + step) % WORLD, rank, channel, epoch, offsets, mask,
                     WORLD, STRIDE, DEPTH, CHUNK,
@@ -95,12 +95,13 @@ def two_shots(
             table, record, rank, channel, CREDIT, epoch - DEPTH, alive, timeout,
             OPERATION, WORLD, STRIDE, LANES,
         )  # fmt: skip
-        for step in tl.static_range(1, WORLD):
+        for step in range(1, WORLD):
             peer = (rank + step) % WORLD
             theirs = first + peer * part
+            length = tl.minimum(count - theirs, part).to(tl.int32)
             for start in range(0, part, BLOCK):
                 offsets = start + tl.arange(0, BLOCK)
-                mask = (offsets < part) & (theirs + offsets < count) & alive
+                mask = (offsets < length) & alive
                 value = tl.load(x + theirs + offsets, mask=mask)
                 send(
                     value, table, peer, rank, channel, epoch, offsets, mask,
@@ -118,16 +119,17 @@ def two_shots(
             OPERATION, WORLD, STRIDE, LANES,
         )  # fmt: skip
         mine = first + rank * part
+        length = tl.minimum(count - mine, part).to(tl.int32)
         for start in range(0, part, BLOCK):
             offsets = start + tl.arange(0, BLOCK)
-            mask = (offsets < part) & (mine + offsets < count) & alive
+            mask = (offsets < length) & alive
             own = tl.load(x + mine + offsets, mask=mask, other=0.0)
             total = sum_of_ranks(
                 own, table, rank, channel, scattered, offsets, mask, WORLD, STRIDE, DEPTH, CHUNK
             )
             value = narrow(total, own.dtype.scalar)
             tl.store(out + mine + offsets, value, mask=mask)
-            for step in tl.static_range(1, WORLD):
+            for step in range(1, WORLD):
                 send(
                     value, table, (rank + step) % WORLD, rank, channel, epoch, offsets, mask,
                     WORLD, STRIDE, DEPTH, CHUNK,
@@ -138,12 +140,13 @@ def two_shots(
             table, record, rank, channel, READY, epoch, alive, timeout,
             OPERATION, WORLD, STRIDE, LANES,
         )  # fmt: skip
-        for step in tl.static_range(1, WORLD):
+        for step in range(1, WORLD):
             peer = (rank + step) % WORLD
             theirs = first + peer * part
+            length = tl.minimum(count - theirs, part).to(tl.int32)
             for start in range(0, part, BLOCK):
                 offsets = start + tl.arange(0, BLOCK)
-                mask = (offsets < part) & (theirs + offsets < count) & alive
+                mask = (offsets < length) & alive
                 value = receive(
                     out.dtype.element_ty, table, peer, rank, channel, epoch, offsets, mask,
                     WORLD, STRIDE, DEPTH, CHUNK,

@@ -20,9 +20,7 @@ from ._device import device_function, narrow, widen
 from ._rounds import receive, send, sum_of_ranks
 from ._signals import CREDIT, READY, enter, leave, observe, publish
 from .all_reduce import ONE_SHOT_BYTES
-from .workspace import Workspace, check_operand
-
-MOST_COLUMNS = 16384  # of a row, which a program holds in registers: beyond, they spill
+from .workspace import WARPS, Workspace, check_operand, tile
 
 
 def reference(
@@ -43,28 +41,30 @@ def reference(
 
 
 @device_function
-def _add_to_row(total, bias, residual, columns, offsets, mask, TYPE: tl.constexpr):
+def _add_to_row(total, bias, residual, columns, at, mask, TYPE: tl.constexpr):
     """s of a row: bias into the float32 sum, residual as an operation of its own."""
     if bias is not None:
         total += widen(tl.load(bias + columns, mask=mask, other=0.0))
     value = narrow(total, TYPE)
     if residual is not None:
-        value = narrow(
-            widen(value) + widen(tl.load(residual + offsets, mask=mask, other=0.0)), TYPE
-        )
+        more = widen(tl.load(residual + at + columns, mask=mask, other=0.0))
+        value = narrow(widen(value) + more, TYPE)
     return value
 
 
 @device_function
-def _norm_row(value, weight, y, s, columns, offsets, mask, width, epsilon, TYPE: tl.constexpr):
-    """Store s and y of a row."""
-    wide = widen(value)
-    mean = tl.sum(wide * wide, axis=0) / width
+def _norm_row(squares, s, weight, y, at, width, epsilon, alive, BLOCK: tl.constexpr):
+    """y of the row of s at `at`, whose squares add up to those in `squares` [BLOCK]."""
+    mean = tl.sum(squares, axis=0) / width
     scale = tl.div_rn(1.0, tl.sqrt_rn(mean + epsilon))
-    unit = narrow(wide * scale, TYPE)
-    scaled = widen(tl.load(weight + columns, mask=mask, other=0.0)) * widen(unit)
-    tl.store(s + offsets, value, mask=mask)
-    tl.store(y + offsets, narrow(scaled, TYPE), mask=mask)
+    tl.debug_barrier()  # other threads may have stored what this one reads again
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        mask = (columns < width) & alive
+        value = tl.load(s + at + columns, mask=mask, other=0.0)
+        unit = narrow(widen(value) * scale, value.dtype.scalar)
+        scaled = widen(tl.load(weight + columns, mask=mask, other=0.0)) * widen(unit)
+        tl.store(y + at + columns, narrow(scaled, value.dtype.scalar), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rank", "timeout"])
@@ -77,7 +77,6 @@ def one_shot(
     TYPE: tl.constexpr = x.dtype.element_ty
     channel = tl.program_id(0).to(tl.int64)
     epoch, alive = enter(table, record, rank, channel, STRIDE, LANES)
-    columns = tl.arange(0, BLOCK)
     first = channel * part
     while (first < rows) & alive:
         epoch += 1
@@ -85,30 +84,36 @@ def one_shot(
             table, record, rank, channel, CREDIT, epoch - DEPTH, alive, timeout,
             OPERATION, WORLD, STRIDE, LANES,
         )  # fmt: skip
-        length = tl.minimum(rows - first, part)
-        for row in range(0, length):
-            mask = (columns < width) & alive
-            value = tl.load(x + (first + row) * width + columns, mask=mask)
-            for step in tl.static_range(1, WORLD):  # not all to the same rank at once
+        length = (tl.minimum(rows - first, part) * width).to(tl.int32)
+        for start in range(0, length, BLOCK):
+            offsets = start + tl.arange(0, BLOCK)
+            mask = (offsets < length) & alive
+            value = tl.load(x + first * width + offsets, mask=mask)
+            for step in range(1, WORLD):  # not all to the same rank at once
                 send(
-                    value, table, (rank + step) % WORLD, rank, channel, epoch,
-                    row * width + columns, mask, WORLD, STRIDE, DEPTH, CHUNK,
+                    value, table, (rank + step) % WORLD, rank, channel, epoch, offsets, mask,
+                    WORLD, STRIDE, DEPTH, CHUNK,
                 )  # fmt: skip
         publish(table, rank, channel, READY, epoch, alive, WORLD, STRIDE, LANES)
         alive = observe(
             table, record, rank, channel, READY, epoch, alive, timeout,
             OPERATION, WORLD, STRIDE, LANES,
         )  # fmt: skip
-        for row in range(0, length):
-            mask = (columns < width) & alive
-            offsets = (first + row) * width + columns
-            own = tl.load(x + offsets, mask=mask, other=0.0)
-            total = sum_of_ranks(
-                own, table, rank, channel, epoch, row * width + columns, mask,
-                WORLD, STRIDE, DEPTH, CHUNK,
-            )  # fmt: skip
-            value = _add_to_row(total, bias, residual, columns, offsets, mask, TYPE)
-            _norm_row(value, weight, y, s, columns, offsets, mask, width, epsilon, TYPE)
+        for row in range(0, tl.minimum(rows - first, part)):
+            at = (first + row) * width
+            squares = tl.full([BLOCK], 0.0, tl.float32)
+            for start in range(0, width, BLOCK):
+                columns = start + tl.arange(0, BLOCK)
+                mask = (columns < width) & alive
+                own = tl.load(x + at + columns, mask=mask, other=0.0)
+                total = sum_of_ranks(
+                    own, table, rank, channel, epoch, row * width + columns, mask,
+                    WORLD, STRIDE, DEPTH, CHUNK,
+                )  # fmt: skip
+                value = _add_to_row(total, bias, residual, columns, at, mask, TYPE)
+                tl.store(s + at + columns, value, mask=mask)
+                squares += widen(value) * widen(value)
+            _norm_row(squares, s, weight, y, at, width, epsilon, alive, BLOCK)
         publish(table, rank, channel, CREDIT, epoch, alive, WORLD, STRIDE, LANES)
         first += tl.num_programs(0) * part
     leave(table, rank, channel, epoch, alive, STRIDE)
@@ -124,7 +129,6 @@ def two_shots(
     TYPE: tl.constexpr = x.dtype.element_ty
     channel = tl.program_id(0).to(tl.int64)
     epoch, alive = enter(table, record, rank, channel, STRIDE, LANES)
-    columns = tl.arange(0, BLOCK)
     first = channel * part * WORLD
     while (first < rows) & alive:
         epoch += 1
@@ -132,14 +136,16 @@ def two_shots(
             table, record, rank, channel, CREDIT, epoch - DEPTH, alive, timeout,
             OPERATION, WORLD, STRIDE, LANES,
         )  # fmt: skip
-        for step in tl.static_range(1, WORLD):
+        for step in range(1, WORLD):
             peer = (rank + step) % WORLD
             theirs = first + peer * part
-            for row in range(0, tl.minimum(rows - theirs, part)):
-                mask = (columns < width) & alive
-                value = tl.load(x + (theirs + row) * width + columns, mask=mask)
+            length = (tl.minimum(rows - theirs, part) * width).to(tl.int32)
+            for start in range(0, length, BLOCK):
+                offsets = start + tl.arange(0, BLOCK)
+                mask = (offsets < length) & alive
+                value = tl.load(x + theirs * width + offsets, mask=mask)
                 send(
-                    value, table, peer, rank, channel, epoch, row * width + columns, mask,
+                    value, table, peer, rank, channel, epoch, offsets, mask,
                     WORLD, STRIDE, DEPTH, CHUNK,
                 )  # fmt: skip
         publish(table, rank, channel, READY, epoch, alive, WORLD, STRIDE, LANES)
@@ -155,37 +161,47 @@ def two_shots(
         )  # fmt: skip
         mine = first + rank * part
         for row in range(0, tl.minimum(rows - mine, part)):
-            mask = (columns < width) & alive
-            offsets = (mine + row) * width + columns
-            own = tl.load(x + offsets, mask=mask, other=0.0)
-            total = sum_of_ranks(
-                own, table, rank, channel, scattered, row * width + columns, mask,
-                WORLD, STRIDE, DEPTH, CHUNK,
-            )  # fmt: skip
-            value = _add_to_row(total, bias, residual, columns, offsets, mask, TYPE)
-            for step in tl.static_range(1, WORLD):
-                send(
-                    value, table, (rank + step) % WORLD, rank, channel, epoch,
-                    row * width + columns, mask, WORLD, STRIDE, DEPTH, CHUNK,
+            at = (mine + row) * width
+            squares = tl.full([BLOCK], 0.0, tl.float32)
+            for start in range(0, width, BLOCK):
+                columns = start + tl.arange(0, BLOCK)
+                mask = (columns < width) & alive
+                own = tl.load(x + at + columns, mask=mask, other=0.0)
+                total = sum_of_ranks(
+                    own, table, rank, channel, scattered, row * width + columns, mask,
+                    WORLD, STRIDE, DEPTH, CHUNK,
                 )  # fmt: skip
-            _norm_row(value, weight, y, s, columns, offsets, mask, width, epsilon, TYPE)
+                value = _add_to_row(total, bias, residual, columns, at, mask, TYPE)
+                tl.store(s + at + columns, value, mask=mask)
+                for step in range(1, WORLD):
+                    send(
+                        value, table, (rank + step) % WORLD, rank, channel, epoch,
+                        row * width + columns, mask, WORLD, STRIDE, DEPTH, CHUNK,
+                    )  # fmt: skip
+                squares += widen(value) * widen(value)
+            _norm_row(squares, s, weight, y, at, width, epsilon, alive, BLOCK)
         publish(table, rank, channel, READY, epoch, alive, WORLD, STRIDE, LANES)
         publish(table, rank, channel, CREDIT, scattered, alive, WORLD, STRIDE, LANES)
         alive = observe(
             table, record, rank, channel, READY, epoch, alive, timeout,
             OPERATION, WORLD, STRIDE, LANES,
         )  # fmt: skip
-        for step in tl.static_range(1, WORLD):
+        for step in range(1, WORLD):
             peer = (rank + step) % WORLD
             theirs = first + peer * part
             for row in range(0, tl.minimum(rows - theirs, part)):
-                mask = (columns < width) & alive
-                value = receive(
-                    TYPE, table, peer, rank, channel, epoch, row * width + columns, mask,
-                    WORLD, STRIDE, DEPTH, CHUNK,
-                )  # fmt: skip
-                offsets = (theirs + row) * width + columns
-                _norm_row(value, weight, y, s, columns, offsets, mask, width, epsilon, TYPE)
+                at = (theirs + row) * width
+                squares = tl.full([BLOCK], 0.0, tl.float32)
+                for start in range(0, width, BLOCK):
+                    columns = start + tl.arange(0, BLOCK)
+                    mask = (columns < width) & alive
+                    value = receive(
+                        TYPE, table, peer, rank, channel, epoch, row * width + columns, mask,
+                        WORLD, STRIDE, DEPTH, CHUNK,
+                    )  # fmt: skip
+                    tl.store(s + at + columns, value, mask=mask)
+                    squares += widen(value) * widen(value)
+                _norm_row(squares, s, weight, y, at, width, epsilon, alive, BLOCK)
         publish(table, rank, channel, CREDIT, epoch, alive, WORLD, STRIDE, LANES)
         first += tl.num_programs(0) * part * WORLD
     leave(table, rank, channel, epoch, alive, STRIDE)
@@ -204,7 +220,7 @@ def all_reduce_rms_norm(
     """Sum over ranks, bias, residual and RMS norm (Zhang and Sennrich, 2019). Collective.
 
     Args:
-        x: [..., H], this rank's summand; float32, bfloat16 or float16; H at most 16384.
+        x: [..., H], this rank's summand; float32, bfloat16 or float16.
         weight: [H] of the norm; bias: [H]; residual: [..., H]; of the dtype of x, equal on all ranks.
         shots: 1 or 2 instead of what the size suggests; equal on all ranks.
 
@@ -229,10 +245,10 @@ def all_reduce_rms_norm(
                 f"{None if value is None else (tuple(value.shape), value.dtype)}; expected [..., H] and "
                 "[H], a residual like x, all of one dtype"
             )
-    if width > MOST_COLUMNS or width * x.element_size() > workspace.shape.chunk:
+    if width * x.element_size() > workspace.shape.chunk:
         raise UnsupportedError(
-            f"{where}: rows of {width}; at most {MOST_COLUMNS}, and {width * x.element_size()} bytes must "
-            f"fit into a chunk of {workspace.shape.chunk}: WorkspaceShape(chunk=)"
+            f"{where}: a row takes {width * x.element_size()} bytes and must fit into a chunk of "
+            f"{workspace.shape.chunk}; construct WorkspaceShape(chunk=) larger"
         )
     if shots not in (None, 1, 2):
         raise UnsupportedError(f"{where}: shots={shots}; use 1, 2 or None")
@@ -246,7 +262,7 @@ def all_reduce_rms_norm(
     rows = x.numel() // width
     share = rows if shots == 1 else -(-rows // workspace.world)
     part, programs = workspace.divide(share, width * x.element_size(), 1)
-    block = triton.next_power_of_2(width)
+    block = min(tile(x.dtype), triton.next_power_of_2(width))
     workspace.launch(
         one_shot if shots == 1 else two_shots,
         "all_reduce_rms_norm",
@@ -261,12 +277,7 @@ def all_reduce_rms_norm(
         width,
         epsilon,
         part,
-        warps=warps_of(block),
+        warps=WARPS,
         BLOCK=block,
     )
     return y, s
-
-
-def warps_of(block: int) -> int:
-    """Warps for a row of `block` columns: enough that it stays in registers."""
-    return min(16, max(4, block // 512))

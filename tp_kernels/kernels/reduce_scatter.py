@@ -48,17 +48,19 @@ def scatter(
     first = channel * part
     while (first < most) & alive:
         epoch += 1
+        my_length = tl.minimum(my_count - first, part).to(tl.int32)
         alive = observe(
             table, record, rank, channel, CREDIT, epoch - DEPTH, alive, timeout,
             OPERATION, WORLD, STRIDE, LANES,
         )  # fmt: skip
-        for step in tl.static_range(1, WORLD):  # not all to the same rank at once
+        for step in range(1, WORLD):  # not all to the same rank at once
             peer = (me + step) % WORLD
             theirs = start_of(peer, small, larger, width)
             their_count = start_of(peer + 1, small, larger, width) - theirs
+            length = tl.minimum(their_count - first, part).to(tl.int32)
             for start in range(0, part, BLOCK):
                 offsets = start + tl.arange(0, BLOCK)
-                mask = (offsets < part) & (first + offsets < their_count) & alive
+                mask = (offsets < length) & alive
                 value = tl.load(x + theirs + first + offsets, mask=mask)
                 send(
                     value, table, peer, rank, channel, epoch, offsets, mask,
@@ -71,7 +73,7 @@ def scatter(
         )  # fmt: skip
         for start in range(0, part, BLOCK):
             offsets = start + tl.arange(0, BLOCK)
-            mask = (offsets < part) & (first + offsets < my_count) & alive
+            mask = (offsets < my_length) & alive
             own = tl.load(x + mine + first + offsets, mask=mask, other=0.0)
             total = sum_of_ranks(
                 own, table, rank, channel, epoch, offsets, mask, WORLD, STRIDE, DEPTH, CHUNK

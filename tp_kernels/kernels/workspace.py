@@ -37,6 +37,9 @@ OPERATIONS = {
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 WARPS = 8  # of kernels that only move and add
+# Of a thread. Without a limit ptxas makes room for more blocks per multiprocessor and spills for it, even
+# out of 40 registers (seen with 12.8), but these kernels need one. 128 is too few for the largest.
+MOST_REGISTERS = 160
 
 
 def tile(dtype: torch.dtype) -> int:
@@ -169,6 +172,7 @@ class Workspace:
             LANES=32 * warps,
             **constants,
             num_warps=warps,
+            maxnreg=MOST_REGISTERS,
         )
         if INTERPRETED:
             self.check()

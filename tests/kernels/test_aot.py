@@ -1,0 +1,47 @@
+"""Kernels compiled for GPUs: signals at system scope behind barriers, nothing spilled, resources as recorded.
+
+`make aot` does the same for every configuration.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernels import aot, mutants
+from tp_kernels.kernels._device import INTERPRETED
+
+assert not INTERPRETED, (
+    "TRITON_INTERPRET is for the ranks of the other tests: nothing compiles with it"
+)
+
+LARGEST = [c for c in aot.configurations() if c.world == 8 and c.element in ("bf16", "i16")]
+
+
+@pytest.mark.parametrize("architecture", aot.ARCHITECTURES)
+@pytest.mark.parametrize("configuration", LARGEST, ids=str)
+def test_compiles(configuration, architecture):
+    compiled = aot.build(configuration, architecture)
+    assert aot.problems(configuration, compiled, architecture) == []
+    recorded = aot.read_table()
+    if not recorded:
+        pytest.skip("resources.json is of another Triton")
+    assert recorded[f"sm_{architecture}"][str(configuration)] == compiled.resources
+
+
+def test_table_is_complete():
+    recorded = aot.read_table()
+    if not recorded:
+        pytest.skip("resources.json is of another Triton")
+    names = [str(configuration) for configuration in aot.configurations()]
+    assert {f"sm_{a}": names for a in aot.ARCHITECTURES} == {
+        architecture: list(rows) for architecture, rows in recorded.items()
+    }
+
+
+@pytest.mark.parametrize("mutant", mutants.COMPILED, ids=lambda mutant: mutant.name)
+def test_mutant_is_found(mutant, tmp_path, monkeypatch):
+    package = mutant.write(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    configuration = aot.Configuration("reduce_scatter.scatter", "bf16", 2)
+    assert aot.problems(configuration, aot.build(configuration, 90), 90) == []
+    assert aot.problems(configuration, aot.build(configuration, 90, package), 90)
