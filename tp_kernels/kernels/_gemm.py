@@ -42,6 +42,22 @@ class Tiling:
         """Bytes of a tile on its way to a peer."""
         return self.block_m * self.block_n * dtype.itemsize
 
+    def constants(self, itemsize: int) -> dict[str, int]:
+        """What a kernel with elements of `itemsize` bytes knows of this when it is compiled.
+
+        BLOCK: elements that it sums at a time, 16 bytes per thread, the widest access.
+        """
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "BLOCK_K": self.block_k,
+            "GROUP": self.group,
+            "BLOCK": min(32 * self.warps * 16 // itemsize, self.block_m * self.block_n),
+        }
+
+
+# Of a thread: all there are, for accumulators.
+REGISTERS = 255
 
 # Rows of a rank's part up to which the tiles of "few" rows are taken.
 FEW_ROWS = 64
@@ -52,16 +68,16 @@ FEW_ROWS = 64
 TILINGS = {
     (80, 2, "few"): Tiling(64, 128, 64, 4, 3, 108),
     (80, 2, "many"): Tiling(128, 128, 32, 8, 4, 108),
-    (80, 4, "few"): Tiling(32, 64, 32, 4, 3, 108),
-    (80, 4, "many"): Tiling(64, 64, 32, 4, 3, 108),
+    (80, 4, "few"): Tiling(32, 64, 16, 4, 3, 108),
+    (80, 4, "many"): Tiling(64, 64, 16, 8, 3, 108),
     (90, 2, "few"): Tiling(64, 128, 64, 4, 4, 132),
     (90, 2, "many"): Tiling(128, 256, 64, 8, 3, 132),
-    (90, 4, "few"): Tiling(32, 64, 32, 4, 3, 132),
-    (90, 4, "many"): Tiling(64, 64, 32, 4, 3, 132),
+    (90, 4, "few"): Tiling(32, 64, 16, 4, 3, 132),
+    (90, 4, "many"): Tiling(64, 64, 16, 8, 3, 132),
     (100, 2, "few"): Tiling(64, 128, 64, 4, 4, 148),
     (100, 2, "many"): Tiling(128, 256, 64, 8, 3, 148),
-    (100, 4, "few"): Tiling(32, 64, 32, 4, 3, 148),
-    (100, 4, "many"): Tiling(64, 64, 32, 4, 3, 148),
+    (100, 4, "few"): Tiling(32, 64, 16, 4, 3, 148),
+    (100, 4, "many"): Tiling(64, 64, 16, 8, 3, 148),
 }
 INTERPRETER = Tiling(16, 16, 16, 1, 1, 65535, 2)
 
@@ -121,20 +137,22 @@ def product(
     x, w, first_row, rows, first_column, columns, inner, x_row, x_inner, w_row, w_inner,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """float32 [BLOCK_M, BLOCK_N]: `rows` rows of x times `columns` rows of w, transposed; beyond them, 0.
+    """float32 [BLOCK_M, BLOCK_N]: `rows` rows of x times `columns` rows of w, transposed.
 
+    Beyond the rows are copies of the last, which cost fewer registers than a mask; beyond the columns, 0.
     x [.., inner], w [.., inner] from `first_row` and `first_column` on; strides x_row, ... are in elements.
     """
     m, n, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     across = k.to(tl.int64)
-    xs = x + (first_row + m).to(tl.int64)[:, None] * x_row + across[None, :] * x_inner
+    within = tl.minimum(m, rows - 1)
+    xs = x + (first_row + within).to(tl.int64)[:, None] * x_row + across[None, :] * x_inner
     ws = w + (first_column + n).to(tl.int64)[None, :] * w_row + across[:, None] * w_inner
     x_step = tl.cast(x_inner, tl.int64) * BLOCK_K
     w_step = tl.cast(w_inner, tl.int64) * BLOCK_K
     total = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
     for start in range(0, tl.where(rows > 0, inner, 0), BLOCK_K):
         left = inner - start
-        a = tl.load(xs, mask=(m < rows)[:, None] & (k < left)[None, :], other=0.0)
+        a = tl.load(xs, mask=(k < left)[None, :], other=0.0)
         b = tl.load(ws, mask=(n < columns)[None, :] & (k < left)[:, None], other=0.0)
         total = multiply(a, b, total)
         xs += x_step

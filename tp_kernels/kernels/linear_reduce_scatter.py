@@ -27,7 +27,7 @@ from torch.nn.functional import linear
 from tp_kernels.comm.layout import split_range, split_sizes
 
 from ._device import narrow, widen
-from ._gemm import Tiling, check_chunk, check_product, choose, place, product
+from ._gemm import REGISTERS, Tiling, check_chunk, check_product, choose, place, product
 from ._rounds import receive, send, start_of, sum_of_ranks
 from ._signals import CREDIT, READY, enter, leave, observe, publish
 from .workspace import Workspace, result_like
@@ -72,7 +72,9 @@ def scatter(
             epoch = begin + turn + 1
             row_block, column_block = place(tile, row_blocks, column_blocks, GROUP)
             down, right = row_block * BLOCK_M, column_block * BLOCK_N
-            for step in range(1, WORLD + 1):  # not all to the same rank at once; to itself last
+            # Not all to the same rank at once, to itself last. What could be computed ahead of the loop
+            # would take registers from the product, and be spilled.
+            for step in tl.range(1, WORLD + 1, disable_licm=True):
                 owner = (rank + step) % WORLD
                 theirs = start_of(owner, small, larger, 1)
                 rows = start_of(owner + 1, small, larger, 1) - theirs - down
@@ -80,13 +82,14 @@ def scatter(
                     x, w, theirs + down, rows, right, width - right, inner,
                     x_row, x_inner, w_row, w_inner, BLOCK_M, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
+                value = narrow(partial, TYPE)
                 if step == 1:  # not earlier: the first product hides the wait
                     alive = observe(
                         table, record, rank, channel, CREDIT, epoch - DEPTH, alive, timeout,
                         OPERATION, WORLD, STRIDE, LANES,
                     )  # fmt: skip
                 send(
-                    narrow(partial, TYPE), table, owner, rank, channel, epoch,
+                    value, table, owner, rank, channel, epoch,
                     m[:, None] * BLOCK_N + n[None, :], (m < rows)[:, None] & alive,
                     WORLD, STRIDE, DEPTH, CHUNK,
                 )  # fmt: skip
@@ -177,12 +180,9 @@ def linear_reduce_scatter(
         *x.stride(),
         *w.stride(),
         warps=tiling.warps,
+        registers=REGISTERS,
         BIASED=bias is not None,
-        BLOCK_M=tiling.block_m,
-        BLOCK_N=tiling.block_n,
-        BLOCK_K=tiling.block_k,
-        GROUP=tiling.group,
-        BLOCK=min(32 * tiling.warps * 16 // x.element_size(), tiling.block_m * tiling.block_n),
         num_stages=tiling.stages,
+        **tiling.constants(x.element_size()),
     )
     return out

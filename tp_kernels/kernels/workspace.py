@@ -150,6 +150,7 @@ class Workspace:
         programs: int,
         *arguments: Any,
         warps: int,
+        registers: int = MOST_REGISTERS,
         **constants: Any,
     ) -> None:
         """Run `kernel` on `programs` channels, with `arguments`, what every kernel needs and `constants`.
@@ -172,7 +173,7 @@ class Workspace:
             LANES=32 * warps,
             **constants,
             num_warps=warps,
-            maxnreg=MOST_REGISTERS,
+            maxnreg=registers,
         )
         if INTERPRETED:
             self.check()
