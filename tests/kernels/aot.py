@@ -29,7 +29,7 @@ TABLE = Path(__file__).with_name("resources.json")
 # Shared memory that a block can have, in bytes (CUDA C++ Programming Guide, technical specifications).
 ARCHITECTURES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 WORLDS = (2, 8)
-PRODUCTS = ("linear_reduce_scatter.scatter",)
+PRODUCTS = ("linear_reduce_scatter.scatter", "linear_all_reduce.one_shot")
 # What multiplies 16-bit matrices.
 MATRIX_UNITS = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 _TRITON = Path(triton.__file__).parent
