@@ -88,16 +88,27 @@ class Compiled:
         return {"registers": self.registers, "shared": self.shared}
 
 
+SIZES = ("count", "part", "rows", "width", "small", "larger", "most")
+
+
 def build(
-    configuration: Configuration, architecture: int, package: str = "tp_kernels.kernels"
+    configuration: Configuration,
+    architecture: int,
+    package: str = "tp_kernels.kernels",
+    *,
+    of_one: bool = False,
+    wide: bool = False,
 ) -> Compiled:
-    """Compile for sm_<architecture> as `Workspace.launch` would, with aligned arguments."""
+    """Compile for sm_<architecture> as `Workspace.launch` would, with aligned arguments.
+
+    of_one: all sizes are 1, which Triton makes constants of; wide: sizes beyond 2^31, which are int64.
+    """
     name, _, function = configuration.kernel.partition(".")
     module = importlib.import_module(f"{package}.{name}")
     workspace = importlib.import_module(f"{package}.workspace")
     shape = workspace.WorkspaceShape(configuration.world)
-    size = {"i8": 1, "i16": 2, "i64": 8, "bf16": 2, "fp16": 2}.get(configuration.element, 4)
-    warps, block = workspace.WARPS, 32 * workspace.WARPS * 16 // size
+    itemsize = {"i8": 1, "i16": 2, "i64": 8, "bf16": 2, "fp16": 2}.get(configuration.element, 4)
+    warps, block = workspace.WARPS, 32 * workspace.WARPS * 16 // itemsize
     constants: dict[str, Any] = {
         "OPERATION": workspace.OPERATIONS[name],
         "WORLD": shape.world,
@@ -110,16 +121,18 @@ def build(
     options = {"num_warps": warps, "maxnreg": workspace.MOST_REGISTERS}
     if configuration.rows:
         gemm = importlib.import_module(f"{package}._gemm")
-        tiling = gemm.TILINGS[architecture, size, configuration.rows]
-        constants |= tiling.constants(size) | {"LANES": 32 * tiling.warps, "BIASED": True}
+        tiling = gemm.TILINGS[architecture, itemsize, configuration.rows]
+        constants |= tiling.constants(itemsize) | {"LANES": 32 * tiling.warps}
         constants |= {"x_inner": 1, "w_row" if configuration.transposed else "w_inner": 1}
         options = {"num_warps": tiling.warps, "maxnreg": gemm.REGISTERS}
         options["num_stages"] = tiling.stages
     kernel = getattr(module, function)
-    if configuration.element == "i8":
-        constants["larger"] = 1  # a value that Triton makes a constant of
+    if of_one:
+        constants |= {size: 1 for size in SIZES if size in kernel.arg_names}
+        constants |= {name: None for name in ("bias", "residual") if name in kernel.arg_names}
     pointer = f"*{configuration.element}"
     kinds = {"table": "*i64", "record": "*i32", "timeout": "i64", "epsilon": "fp32"}
+    kinds |= dict.fromkeys(SIZES, "i64" if wide else "i32")
     kinds |= dict.fromkeys(("x", "w", "out", "y", "s", "bias", "residual", "weight"), pointer)
     signature = {
         argument: "constexpr" if argument in constants else kinds.get(argument, "i32")

@@ -179,6 +179,7 @@ def refused(operation: str) -> None:
             (UnsupportedError, "w is torch.float16", (x, w.half()), {}),
             (UnsupportedError, "bias is torch.float16", (x, w), {"bias": torch.ones(5).half()}),
             (UnsupportedError, "torch.float64", (x.double(), w.double()), {}),
+            (UnsupportedError, "2\\^31 or more", (x[:1].expand(2**31, 3), w), {}),
         ):
             with pytest.raises(error, match=text):
                 function(*args, k.workspace, **more)

@@ -113,7 +113,7 @@ else:
         return tl.full([], int(x.handle.data.max()), x.dtype.scalar)
 
     def rest():
-        time.sleep(1e-4)  # ranks outnumber cores, and the awaited one needs one
+        time.sleep(1e-3)  # ranks outnumber cores, and the awaited one needs one
 
     # The interpreter's own conversions lose subnormal bfloat16 and round by cutting off.
     def widen(x):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tp_kernels.comm.errors import ShapeError, UnsupportedError
 
-from ._device import INTERPRETED, device_function, multiply
+from ._device import device_function, multiply
 from .workspace import Workspace, check_operand
 
 
@@ -87,7 +87,7 @@ def choose(x: Tensor, rows: int) -> Tiling:
 
     All ranks must have devices of one architecture.
     """
-    if INTERPRETED:
+    if x.is_cpu:
         return INTERPRETER
     architecture = 10 * torch.cuda.get_device_capability(x.device)[0]
     known = architecture if (architecture, 2, "few") in TILINGS else 80
@@ -104,6 +104,10 @@ def check_product(
         raise ShapeError(
             f"{where}: x is {tuple(x.shape)}, w {tuple(w.shape)}; expected [R, K] and [N, K]"
         )
+    if (
+        max(*x.shape, *w.shape) >= 2**31 - 2**16
+    ):  # kernels count them, rounded up to tiles, in int32
+        raise UnsupportedError(f"{where}: x is {tuple(x.shape)}, w {tuple(w.shape)}: 2^31 or more")
     if bias is not None and bias.shape != w.shape[:1]:
         raise ShapeError(f"{where}: bias is {tuple(bias.shape)}; expected [{w.shape[0]}]")
     for name, t in (("w", w), ("bias", bias)):

@@ -94,7 +94,7 @@ def all_gather(
 
     Raises:
         ShapeError, UnsupportedError: before anything is sent.
-        CollectiveTimeoutError: as `Workspace.launch`.
+        CollectiveTimeoutError: interpreted, as `Workspace.launch`.
     """
     check_operand("all_gather", workspace, x, dtypes=None)
     world, rank = workspace.world, workspace.rank

@@ -172,7 +172,7 @@ def all_reduce(
 
     Raises:
         ShapeError, UnsupportedError: before anything is sent.
-        CollectiveTimeoutError: as `Workspace.launch`.
+        CollectiveTimeoutError: interpreted, as `Workspace.launch`.
     """
     check_operand("all_reduce", workspace, x)
     if shots not in (None, 1, 2):

@@ -85,8 +85,8 @@ def one_shot(
             OPERATION, WORLD, STRIDE, LANES,
         )  # fmt: skip
         length = (tl.minimum(rows - first, part) * width).to(tl.int32)
-        for start in range(0, length, BLOCK):
-            offsets = start + tl.arange(0, BLOCK)
+        for place in range(0, length, BLOCK):
+            offsets = place + tl.arange(0, BLOCK)
             mask = (offsets < length) & alive
             value = tl.load(x + first * width + offsets, mask=mask)
             for step in range(1, WORLD):  # not all to the same rank at once
@@ -140,8 +140,8 @@ def two_shots(
             peer = (rank + step) % WORLD
             theirs = first + peer * part
             length = (tl.minimum(rows - theirs, part) * width).to(tl.int32)
-            for start in range(0, length, BLOCK):
-                offsets = start + tl.arange(0, BLOCK)
+            for place in range(0, length, BLOCK):
+                offsets = place + tl.arange(0, BLOCK)
                 mask = (offsets < length) & alive
                 value = tl.load(x + theirs * width + offsets, mask=mask)
                 send(
@@ -229,7 +229,7 @@ def all_reduce_rms_norm(
 
     Raises:
         ShapeError, UnsupportedError: before anything is sent; a row must fit into a chunk.
-        CollectiveTimeoutError: as `Workspace.launch`.
+        CollectiveTimeoutError: interpreted, as `Workspace.launch`.
     """
     check_operand("all_reduce_rms_norm", workspace, x)
     where = f"all_reduce_rms_norm on rank {workspace.rank} of {workspace.world}"

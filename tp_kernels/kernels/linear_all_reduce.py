@@ -43,7 +43,7 @@ def one_shot(
     x, w, bias, out, rows, width, inner, x_row, x_inner, w_row, w_inner,
     table, record, rank, timeout,
     OPERATION: tl.constexpr, WORLD: tl.constexpr, STRIDE: tl.constexpr, DEPTH: tl.constexpr,
-    CHUNK: tl.constexpr, LANES: tl.constexpr, BIASED: tl.constexpr, BLOCK_M: tl.constexpr,
+    CHUNK: tl.constexpr, LANES: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """x [rows, inner], w [width, inner], bias [width], out [rows, width].
@@ -101,7 +101,7 @@ def one_shot(
                 total = sum_of_ranks(
                     own, table, rank, channel, epoch, offsets, inside, WORLD, STRIDE, DEPTH, CHUNK
                 )
-                if BIASED:
+                if bias is not None:
                     total += widen(tl.load(bias + column, mask=column < width, other=0.0))
                 tl.store(
                     out + row.to(tl.int64) * width + column, narrow(total, TYPE),
@@ -136,7 +136,7 @@ def linear_all_reduce(
 
     Raises:
         ShapeError, UnsupportedError: before anything is sent.
-        CollectiveTimeoutError: as `Workspace.launch`.
+        CollectiveTimeoutError: interpreted, as `Workspace.launch`.
     """
     check_product("linear_all_reduce", workspace, x, w, bias)
     rows, width = x.shape[0], w.shape[0]
@@ -154,7 +154,7 @@ def linear_all_reduce(
         min(tiles, tiling.programs, workspace.shape.channels),
         x,
         w,
-        out if bias is None else bias.contiguous(),
+        None if bias is None else bias.contiguous(),
         out,
         rows,
         width,
@@ -163,7 +163,6 @@ def linear_all_reduce(
         *w.stride(),
         warps=tiling.warps,
         registers=REGISTERS,
-        BIASED=bias is not None,
         num_stages=tiling.stages,
         **tiling.constants(x.element_size()),
     )

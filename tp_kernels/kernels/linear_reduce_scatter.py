@@ -50,7 +50,7 @@ def scatter(
     x, w, bias, out, small, larger, width, inner, x_row, x_inner, w_row, w_inner,
     table, record, rank, timeout,
     OPERATION: tl.constexpr, WORLD: tl.constexpr, STRIDE: tl.constexpr, DEPTH: tl.constexpr,
-    CHUNK: tl.constexpr, LANES: tl.constexpr, BIASED: tl.constexpr, BLOCK_M: tl.constexpr,
+    CHUNK: tl.constexpr, LANES: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """x [rows of all ranks, inner], w [width, inner], bias [width], out [rows of this rank, width].
@@ -117,7 +117,7 @@ def scatter(
                 total = sum_of_ranks(
                     own, table, rank, channel, epoch, offsets, inside, WORLD, STRIDE, DEPTH, CHUNK
                 )
-                if BIASED:
+                if bias is not None:
                     total += widen(tl.load(bias + column, mask=column < width, other=0.0))
                 tl.store(
                     out + (down + row).to(tl.int64) * width + column, narrow(total, TYPE),
@@ -152,7 +152,7 @@ def linear_reduce_scatter(
 
     Raises:
         ShapeError, UnsupportedError: before anything is sent.
-        CollectiveTimeoutError: as `Workspace.launch`.
+        CollectiveTimeoutError: interpreted, as `Workspace.launch`.
     """
     check_product("linear_reduce_scatter", workspace, x, w, bias)
     rows, width = x.shape[0], w.shape[0]
@@ -171,7 +171,7 @@ def linear_reduce_scatter(
         min(tiles, tiling.programs, workspace.shape.channels),
         x,
         w,
-        out if bias is None else bias.contiguous(),
+        None if bias is None else bias.contiguous(),
         out,
         counts[-1],
         rows % workspace.world,
@@ -181,7 +181,6 @@ def linear_reduce_scatter(
         *w.stride(),
         warps=tiling.warps,
         registers=REGISTERS,
-        BIASED=bias is not None,
         num_stages=tiling.stages,
         **tiling.constants(x.element_size()),
     )

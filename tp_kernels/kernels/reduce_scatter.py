@@ -93,7 +93,7 @@ def reduce_scatter(x: Tensor, workspace: Workspace, *, out: Tensor | None = None
 
     Raises:
         ShapeError, UnsupportedError: before anything is sent.
-        CollectiveTimeoutError: as `Workspace.launch`.
+        CollectiveTimeoutError: interpreted, as `Workspace.launch`.
     """
     check_operand("reduce_scatter", workspace, x)
     if x.dim() == 0:

@@ -155,10 +155,20 @@ class Workspace:
     ) -> None:
         """Run `kernel` on `programs` channels, with `arguments`, what every kernel needs and `constants`.
 
+        Interpreted kernels have ended, well or not, when this returns. On a GPU it neither waits nor
+        checks, so it can be captured in a graph: call `check` before results leave the device.
+
         Raises:
-            CollectiveTimeoutError: a kernel of this workspace gave up a wait; on a GPU, an earlier one.
+            CollectiveTimeoutError: an interpreted kernel of this workspace gave up a wait.
+            UnsupportedError: kernels are compiled for GPUs and the workspace is in host memory.
         """
-        self.check()
+        if INTERPRETED:
+            self.check()
+        elif self.table.is_cpu:
+            raise UnsupportedError(
+                f"{operation} on rank {self.rank}: CPU tensors need the Triton interpreter; set "
+                "TRITON_INTERPRET=1 before tp_kernels.kernels is imported"
+            )
         kernel[(programs,)](
             *arguments,
             self.table,
@@ -179,9 +189,9 @@ class Workspace:
             self.check()
 
     def check(self) -> None:
-        """Raise if a kernel has given up a wait; the workspace then stays unusable.
+        """Raise if a kernel has given up a wait; what it and later kernels had to write is then undefined.
 
-        On a GPU this copies the record to the host, which waits for the current stream.
+        The workspace stays unusable. On a GPU this copies the record, which waits for the current stream.
         """
         record = dict(zip(RECORD, self.record.tolist(), strict=True))
         if record["state"]:
