@@ -29,19 +29,28 @@ TABLE = Path(__file__).with_name("resources.json")
 # Shared memory that a block can have, in bytes (CUDA C++ Programming Guide, technical specifications).
 ARCHITECTURES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 WORLDS = (2, 8)
+PRODUCTS = ("linear_reduce_scatter.scatter", "linear_all_reduce.one_shot")
+# What multiplies 16-bit matrices.
+MATRIX_UNITS = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 _TRITON = Path(triton.__file__).parent
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """A kernel as it is launched on a GPU: module.function, element type, ranks."""
+    """A kernel as it is launched on a GPU: module.function, element type, ranks.
+
+    Of matrix products also the rows, "few" or "many", and whether W is transposed in memory.
+    """
 
     kernel: str
     element: str
     world: int
+    rows: str = ""
+    transposed: bool = False
 
     def __str__(self) -> str:
-        return f"{self.kernel} {self.element} W={self.world}"
+        more = f" {self.rows} rows" * bool(self.rows) + " transposed" * self.transposed
+        return f"{self.kernel} {self.element} W={self.world}{more}"
 
 
 def configurations() -> Iterator[Configuration]:
@@ -52,8 +61,17 @@ def configurations() -> Iterator[Configuration]:
             yield Configuration("reduce_scatter.scatter", element, world)
             yield Configuration("all_reduce_rms_norm.one_shot", element, world)
             yield Configuration("all_reduce_rms_norm.two_shots", element, world)
+            yield from _products(element, world)
         for element in ("i8", "i16", "i32", "i64"):
             yield Configuration("all_gather.gather", element, world)
+
+
+def _products(element: str, world: int) -> Iterator[Configuration]:
+    for kernel in PRODUCTS:
+        yield Configuration(kernel, element, world, "few")
+        yield Configuration(kernel, element, world, "many")
+        if element == "bf16":
+            yield Configuration(kernel, element, world, "many", transposed=True)
 
 
 @dataclass(frozen=True)
@@ -100,37 +118,40 @@ def build(
         "LANES": 32 * warps,
         "BLOCK": block,
     }
+    options = {"num_warps": warps, "maxnreg": workspace.MOST_REGISTERS}
+    if configuration.rows:
+        gemm = importlib.import_module(f"{package}._gemm")
+        tiling = gemm.TILINGS[architecture, itemsize, configuration.rows]
+        constants |= tiling.constants(itemsize) | {"LANES": 32 * tiling.warps}
+        constants |= {"x_inner": 1, "w_row" if configuration.transposed else "w_inner": 1}
+        options = {"num_warps": tiling.warps, "maxnreg": gemm.REGISTERS}
+        options["num_stages"] = tiling.stages
     kernel = getattr(module, function)
     if of_one:
         constants |= {size: 1 for size in SIZES if size in kernel.arg_names}
-        constants |= {"bias": None, "residual": None} if "bias" in kernel.arg_names else {}
+        constants |= {name: None for name in ("bias", "residual") if name in kernel.arg_names}
     pointer = f"*{configuration.element}"
     kinds = {"table": "*i64", "record": "*i32", "timeout": "i64", "epsilon": "fp32"}
     kinds |= dict.fromkeys(SIZES, "i64" if wide else "i32")
-    kinds |= dict.fromkeys(("x", "out", "y", "s", "bias", "residual", "weight"), pointer)
+    kinds |= dict.fromkeys(("x", "w", "out", "y", "s", "bias", "residual", "weight"), pointer)
     signature = {
         argument: "constexpr" if argument in constants else kinds.get(argument, "i32")
         for argument in kernel.arg_names
     }
-    # What Triton finds out about addresses, sizes and widths that 16 divides.
-    aligned = {a for a, kind in signature.items() if kind[0] == "*"} | {
-        "part",
-        "width",
-        "count",
-        "small",
-        "most",
-    }
+    # What Triton finds out about addresses, sizes, widths and strides that 16 divides.
+    names = ["part", "width", "count", "small", "most", "inner", "x_row", "w_row", "w_inner"]
+    aligned = {a for a, kind in signature.items() if kind[0] == "*"} | set(names)
+    aligned -= {a for a, kind in signature.items() if kind == "constexpr"}
+    aligned -= {kernel.arg_names[p.num] for p in kernel.params if p.do_not_specialize}
     position = {argument: index for index, argument in enumerate(kernel.arg_names)}
     source = ASTSource(
         kernel,
         signature,
-        {(position[argument],): value for argument, value in constants.items()},
+        {(position[a],): value for a, value in constants.items() if a in position},
         {(position[a],): [["tt.divisibility", 16]] for a in aligned & signature.keys()},
     )
     target = GPUTarget("cuda", architecture, 32)
-    result = triton.compile(
-        source, target=target, options={"num_warps": warps, "maxnreg": workspace.MOST_REGISTERS}
-    )
+    result = triton.compile(source, target=target, options=options)
     usage = _resource_usage(result.asm["cubin"])
     return Compiled(
         result.asm["ptx"],
@@ -159,6 +180,9 @@ def problems(configuration: Configuration, compiled: Compiled, architecture: int
         found.append(f"{compiled.shared} bytes of shared memory")
     if not re.search(r"st\.global\.(v4\.b32|v2\.b64)", compiled.ptx):
         found.append("no store of 16 bytes")
+    unit = MATRIX_UNITS[architecture]
+    if configuration.rows and configuration.element != "fp32" and unit not in compiled.ptx:
+        found.append(f"no {unit}")
     name, _, function = configuration.kernel.partition(".")
     kernel = getattr(importlib.import_module(f"tp_kernels.kernels.{name}"), function)
     for call, instruction in (("publish", "st.release.sys"), ("observe", "ld.acquire.sys")):
@@ -169,7 +193,9 @@ def problems(configuration: Configuration, compiled: Compiled, architecture: int
     found += [
         f"{match}: neither acquire nor release at system scope"
         for match in re.findall(
-            r"\S*volatile\S*|membar\S*|fence\S*|\S+\.(?:acquire|release)\.(?:cta|cluster|gpu)\S*",
+            # Fences of the matrix units are of registers and shared memory.
+            r"\S*volatile\S*|membar\S*|(?<!\S)fence(?!\.proxy\.async\.shared)\S*"
+            r"|\S+\.(?:acquire|release)\.(?:cta|cluster|gpu)\S*",
             compiled.ptx,
         )
     ]

@@ -10,6 +10,8 @@ that differ are the caller's to find.
 from .all_gather import all_gather
 from .all_reduce import all_reduce
 from .all_reduce_rms_norm import all_reduce_rms_norm
+from .linear_all_reduce import linear_all_reduce
+from .linear_reduce_scatter import linear_reduce_scatter
 from .reduce_scatter import reduce_scatter
 from .workspace import Workspace, WorkspaceShape
 
@@ -19,5 +21,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_reduce_rms_norm",
+    "linear_all_reduce",
+    "linear_reduce_scatter",
     "reduce_scatter",
 ]

@@ -1,4 +1,4 @@
-"""What a GPU and the Triton interpreter do differently, and nothing else: flags, clocks, roundings.
+"""What a GPU and the Triton interpreter do differently, and nothing else: flags, clocks, roundings, products.
 
 On a GPU flags are plain acquire loads and release stores at system scope, in PTX because Triton's
 language has neither: its only ordered accesses are read-modify-writes, which over PCIe are not atomic with
@@ -86,6 +86,11 @@ if not INTERPRETED:
         """float32 rounded to `dtype`, to nearest even."""
         return x.to(dtype)
 
+    @triton.jit
+    def multiply(a, b, total):
+        """total + a @ b, accumulated in float32; never with operands cut to TF32."""
+        return tl.dot(a, b, total, input_precision="ieee")
+
 else:
 
     def device_function(function):
@@ -124,3 +129,6 @@ else:
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         quiet = (bits >> 16) | 0x40
         return tl.where(x == x, rounded, quiet).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+    def multiply(a, b, total):  # its own product takes the bits of a bfloat16 for an integer
+        return tl.dot(widen(a), widen(b), total, input_precision="ieee")

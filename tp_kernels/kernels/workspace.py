@@ -26,7 +26,14 @@ from ._device import INTERPRETED
 from ._signals import CREDIT, EPOCH, MOST_RANKS, READY, RECORD, SIGNAL_BYTES
 
 # How the record of a failed wait names the operation. Codes are those of nothing else.
-OPERATIONS = {"all_reduce": 1, "reduce_scatter": 2, "all_gather": 3, "all_reduce_rms_norm": 4}
+OPERATIONS = {
+    "all_reduce": 1,
+    "reduce_scatter": 2,
+    "all_gather": 3,
+    "all_reduce_rms_norm": 4,
+    "linear_reduce_scatter": 5,
+    "linear_all_reduce": 6,
+}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 WARPS = 8  # of kernels that only move and add
@@ -143,6 +150,7 @@ class Workspace:
         programs: int,
         *arguments: Any,
         warps: int,
+        registers: int = MOST_REGISTERS,
         **constants: Any,
     ) -> None:
         """Run `kernel` on `programs` channels, with `arguments`, what every kernel needs and `constants`.
@@ -175,7 +183,7 @@ class Workspace:
             LANES=32 * warps,
             **constants,
             num_warps=warps,
-            maxnreg=MOST_REGISTERS,
+            maxnreg=registers,
         )
         if INTERPRETED:
             self.check()

@@ -1,0 +1,194 @@
+"""What ranks do in the tests of the fused matrix products; see body.py."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import oracle
+from tests.kernels.body import DTYPES, REAL, Kernels, check, kernels, stalled
+from tests.oracle import LAYOUTS, Case, digest
+from tp_kernels import CollectiveTimeoutError, ParallelGroup, ShapeError, UnsupportedError
+
+# Of the interpreter's tiles in float32.
+CHUNK = 16 * 16 * 4
+# Rows and widths about a tile and its parts: less than the ranks, none, one tile, several with a ragged end.
+ROWS = (0, 1, 2, 5, 33, 34, 50)
+WIDTHS = (1, 5, 16, 17, 24)
+INNERS = (1, 2, 16, 31, 40)
+
+
+def run(k: Kernels, operation: str, x: Tensor, w: Tensor, **more: Any) -> Tensor:
+    """Into memory full of NaN, so that what nobody writes is seen."""
+    function = getattr(k.module(operation), operation)
+    rows = x.shape[0]
+    if operation == "linear_reduce_scatter":
+        rows = len(torch.arange(rows).tensor_split(k.group.size)[k.group.rank])
+    out = torch.full((rows, w.shape[0]), torch.nan, dtype=x.dtype)
+    assert function(x, w, k.workspace, out=out, **more) is out
+    return out
+
+
+def cases(operation: str, seed: int, each: int) -> list[Case]:
+    """`each` cases for every dtype; all layouts in turn."""
+    random = Random(f"{operation} {seed}")
+    return [
+        Case(
+            operation,
+            leading=(ROWS[(seed + index) % len(ROWS)],),
+            inner=random.choice(INNERS),
+            outs=(random.choice(WIDTHS),),
+            biased=(random.random() < 0.6,),
+            dtype=dtype,
+            layout=LAYOUTS[(seed + index) % len(LAYOUTS)],
+            frozen="xwb",
+            seed=random.randrange(1 << 30),
+        )
+        for index, dtype in enumerate(DTYPES * each)
+    ]
+
+
+def against_float64(
+    package: str, operation: str, given: list[Case], again: bool = False, **options: Any
+) -> list[str]:
+    """Every case within the bound of tests/oracle.py; digests of the results."""
+    digests = []
+    more = {key: options.pop(key) for key in ("tiling",) if key in options}
+    with kernels(package, **{"chunk": CHUNK} | options) as k:
+        for case in given:
+            args = oracle.shard(case, k.group.size, k.group.rank)
+            ys = [
+                run(k, operation, args.x, args.ws[0], bias=args.bs[0], **more)
+                for _ in range(1 + again)
+            ]
+            assert len({digest(y) for y in ys}) == 1, (case, "another run, other bits")
+            oracle.check(case, {"y0": ys[0]}, k.group)
+            digests.append(digest(ys[0]))
+    return digests
+
+
+def whole_numbers(
+    shape: tuple[int, int, int], dtype: torch.dtype, rank: int, seed: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x, w, bias: products are exact in float32 in any order, but not in 16 bits, nor are sums over ranks."""
+    rows, width, inner = shape
+    generator = torch.Generator().manual_seed(1009 * seed + rank)
+
+    def draw(*sizes: int) -> Tensor:
+        return torch.randint(-31, 32, sizes, generator=generator)
+
+    x, w = draw(rows, inner), draw(width, inner)
+    scale = 1.0 if dtype == torch.float16 else 2.0 ** (7 * rank - 7)
+    bias = torch.randint(-999, 999, (width,), generator=torch.Generator().manual_seed(seed))
+    return (x * scale).to(dtype), w.to(dtype), bias.to(dtype) / 8
+
+
+def bits(
+    k: Kernels, operation: str, shape: tuple[int, int, int], dtype: torch.dtype, seed: int
+) -> str:
+    """The rule of the result to the bit: what is rounded when, summed in which order."""
+    given = [whole_numbers(shape, dtype, peer, seed) for peer in range(k.group.size)]
+    x, w, bias = given[k.group.rank]
+    used = bias if seed % 2 else None
+    y = run(k, operation, x, w, bias=used)
+    module = k.module(operation)
+    extra = (k.group.rank,) if operation == "linear_reduce_scatter" else ()
+    expected = module.reference([g[0] for g in given], [g[1] for g in given], used, *extra)
+    assert digest(y) == digest(expected), (operation, shape, dtype, seed, k.group.rank)
+    return digest(y)
+
+
+def exact(
+    package: str, operation: str, shapes: list[tuple[int, int, int]], **options: Any
+) -> list[str]:
+    with kernels(package, **{"chunk": CHUNK} | options) as k:
+        return [
+            bits(k, operation, shape, dtype, seed)
+            for dtype in DTYPES
+            for seed, shape in enumerate(shapes)
+        ]
+
+
+def back_to_back(package: str, operation: str, late: int, **options: Any) -> list[str]:
+    """Calls of changing size without a host between them; rank `late` comes last to each of them."""
+    with kernels(package, **{"chunk": CHUNK} | options) as k:
+        digests = []
+        for seed, rows in enumerate((40, 50, 2)):
+            if k.group.rank == late:
+                time.sleep(0.15)
+            digests.append(bits(k, operation, (rows, 20, 18), DTYPES[seed], seed))
+        return digests
+
+
+def slow_rank(package: str, operation: str, slow: int, **options: Any) -> list[str]:
+    """Rank `slow` rests after each signal, while the others run as far ahead as they may."""
+    with (
+        kernels(package, channels=1, chunk=CHUNK, **options) as k,
+        stalled(k.module(operation), 0.05) if k.group.rank == slow else nullcontext(),
+    ):
+        return [bits(k, operation, (66, 17, 9), torch.float32, seed) for seed in range(2)]
+
+
+def interleaved(operation: str) -> list[str]:
+    """Between calls of all_reduce on a workspace of its own, and before others on the same one."""
+    digests = []
+    with (
+        ParallelGroup(timeout=30) as group,
+        kernels(REAL, group, chunk=CHUNK) as first,
+        kernels(REAL, group, channels=3) as second,
+    ):
+        for seed, rows in enumerate((3, 50, 33)):
+            if (seed + group.rank) % 2:
+                time.sleep(0.02)
+            digests.append(bits(first, operation, (rows, 20, 9), DTYPES[seed], seed))
+            check(second, "all_reduce_1", (rows, 7), torch.float32, seed)
+            check(first, "all_reduce_2", (rows, 7), torch.float32, seed)
+    return digests
+
+
+def absent_rank(operation: str, absent: int) -> dict[str, int] | None:
+    """Rank `absent` does not call: the others raise and keep the record."""
+    with kernels(chunk=CHUNK) as k:
+        bits(k, operation, (5, 4, 3), torch.float32, 0)
+        k.workspace.timeout = 0.3
+        if k.group.rank == absent:
+            return None
+        with pytest.raises(CollectiveTimeoutError, match=f"{operation}: .* data of rank {absent} "):
+            bits(k, operation, (5, 4, 3), torch.float32, 0)
+        names = k.module("_signals").RECORD
+        return dict(zip(names, k.workspace.record.tolist(), strict=True))
+
+
+def refused(operation: str) -> None:
+    """Errors come before any signal, so ranks go on together afterwards."""
+    x, w = torch.ones(4, 3), torch.ones(5, 3)
+    with kernels(chunk=CHUNK) as k:
+        function = getattr(k.module(operation), operation)
+        for error, text, args, more in (
+            (ShapeError, "expected \\[R, K\\]", (x, w.t()), {}),
+            (ShapeError, "expected \\[R, K\\]", (x[0], w), {}),
+            (ShapeError, "expected \\[5\\]", (x, w), {"bias": torch.ones(4)}),
+            (ShapeError, "out is", (x, w), {"out": torch.ones(1, 1)}),
+            (UnsupportedError, "w is torch.float16", (x, w.half()), {}),
+            (UnsupportedError, "bias is torch.float16", (x, w), {"bias": torch.ones(5).half()}),
+            (UnsupportedError, "torch.float64", (x.double(), w.double()), {}),
+            (UnsupportedError, "2\\^31 or more", (x[:1].expand(2**31, 3), w), {}),
+        ):
+            with pytest.raises(error, match=text):
+                function(*args, k.workspace, **more)
+        larger = replace(k.module("_gemm").INTERPRETER, block_n=32)
+        with pytest.raises(UnsupportedError, match="chunk=2048"):
+            function(x, w, k.workspace, tiling=larger)
+        bits(k, operation, (5, 4, 3), torch.float32, 0)
+    with (
+        kernels(chunk=CHUNK, depth=1) as k,
+        pytest.raises(UnsupportedError, match="depth=2 or more"),
+    ):
+        getattr(k.module(operation), operation)(x, w, k.workspace)
