@@ -150,6 +150,7 @@ void bind_product(py::module_& module) {
       [](std::uint64_t x, std::size_t ldx, std::uint64_t w, std::size_t ldw, std::uint64_t bias,
          std::uint64_t y, std::size_t rows, std::size_t columns, std::size_t depth,
          std::uint32_t dtype) {
+        check_product(x, w, rows * depth, columns * depth);
         product_of(select_isa(), dtype)(pointer(x), ldx, pointer(w), ldw, pointer(bias), pointer(y),
                                         rows, columns, depth);
       },

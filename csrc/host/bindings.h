@@ -32,6 +32,14 @@ inline ProductFunction product_of(const Isa& isa, std::uint32_t dtype) {
 // Sets the Python error that stands for a C++ exception, outside of pybind11's own functions.
 void set_python_error(std::exception_ptr pending);
 
+// Tensors may have lost their memory.
+inline void check_product(std::uint64_t x, std::uint64_t w, std::uint64_t x_count,
+                          std::uint64_t w_count) {
+  if ((x == 0 && x_count != 0) || (w == 0 && w_count != 0)) {
+    throw std::invalid_argument("an operand of a product has no memory");
+  }
+}
+
 void bind_slot(py::module_& module);
 void bind_short(py::module_& module);
 void bind_rings(py::module_& module);

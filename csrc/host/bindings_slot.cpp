@@ -184,6 +184,7 @@ void bind_slot(py::module_& module) {
              Timeout timeout) {
             const ProductFunction product = product_of(self.slot.domain().isa(), dtype);
             const std::uint64_t count = rows * columns;
+            check_product(x, w, rows * depth, columns * depth);
             if (count > self.slot.capacity() / size_of(Dtype{dtype})) {
               throw std::invalid_argument("linear: the product is larger than a buffer");
             }
@@ -269,16 +270,16 @@ void bind_slot(py::module_& module) {
           "all_reduce",
           [](SlotHandle& self, std::uint64_t in, std::uint64_t out, std::uint64_t count,
              std::uint32_t dtype, std::uint32_t op, Timeout timeout, int shots, std::uint64_t bias,
-             std::uint64_t bias_period) {
+             std::uint64_t bias_period, std::int64_t detail) {
             if (shots < 0 || shots > 2) throw std::invalid_argument("shots: 0 (automatic), 1 or 2");
             self.slot.exclusive("all_reduce", [&] {
               all_reduce(self.slot, pointer(in), pointer(out), count, Dtype{dtype}, op,
-                         self.seconds(timeout), Shots{shots}, make_bias(bias, bias_period));
+                         self.seconds(timeout), Shots{shots}, make_bias(bias, bias_period), detail);
             });
           },
           py::arg("input"), py::arg("out"), py::arg("count"), py::arg("dtype"),
           py::arg("op_code") = std::uint32_t{op_all_reduce}, no_timeout, py::arg("shots") = 0,
-          py::arg("bias") = 0, py::arg("bias_period") = 0, Released())
+          py::arg("bias") = 0, py::arg("bias_period") = 0, py::arg("detail") = 0, Released())
       .def(
           "reduce_scatter",
           [](SlotHandle& self, std::uint64_t in, std::uint64_t out, const Counts& counts,

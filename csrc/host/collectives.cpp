@@ -81,7 +81,7 @@ void pipeline(Slot& slot, std::uint64_t pieces, double timeout, Describe describ
 }  // namespace
 
 void all_reduce(Slot& slot, const void* in, void* out, std::uint64_t count, Dtype dtype,
-                std::uint32_t op, double timeout, Shots shots, Bias bias) {
+                std::uint32_t op, double timeout, Shots shots, Bias bias, std::int64_t detail) {
   check_reducible(dtype);
   check(slot, in, count, out, count);
   const std::uint64_t size = size_of(dtype);
@@ -99,7 +99,7 @@ void all_reduce(Slot& slot, const void* in, void* out, std::uint64_t count, Dtyp
       slot, pieces, timeout,
       [&](std::uint64_t piece) {
         return Descriptor{op, static_cast<std::uint32_t>(dtype),
-                          {static_cast<std::int64_t>(count), 0, static_cast<std::int64_t>(piece)}};
+                          {static_cast<std::int64_t>(count), detail, static_cast<std::int64_t>(piece)}};
       },
       [&](std::uint64_t piece, std::byte*) {
         slot.fill_summands(from(piece), length(piece), dtype, shots);

@@ -15,9 +15,10 @@ namespace tpk {
 // that is part of something larger.
 enum Op : std::uint32_t { op_barrier = 1, op_all_reduce, op_reduce_scatter, op_all_gather };
 
-// out[i] = sum over ranks of in[i], plus bias; `out` may be `in`.
+// out[i] = sum over ranks of in[i], plus bias; `out` may be `in`. detail: compared over the ranks.
 void all_reduce(Slot& slot, const void* in, void* out, std::uint64_t count, Dtype dtype,
-                std::uint32_t op, double timeout, Shots shots = Shots::automatic, Bias bias = {});
+                std::uint32_t op, double timeout, Shots shots = Shots::automatic, Bias bias = {},
+                std::int64_t detail = 0);
 
 // `in` holds counts[0] + counts[1] + ... elements, `out` the counts[rank] sums of this rank's part.
 // Bias: to out[i], so that it must repeat within a part.

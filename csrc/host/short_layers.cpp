@@ -82,12 +82,36 @@ Object torch_linear(PyObject* x, PyObject* w, PyObject* bias, TensorView& view) 
   return y;
 }
 
-// Weights and biases as the ops take them: a tensor, or several. Items are borrowed.
+// Weights and biases as the ops take them: a tensor, or several. Owned, because another thread may change
+// a list while this one waits without the lock.
 struct Weights {
   bool single = false;
   std::vector<PyObject*> weights, biases;
 
+  Weights() = default;
+  Weights(const Weights&) = delete;
+  Weights& operator=(const Weights&) = delete;
+  ~Weights() {
+    for (PyObject* object : weights) Py_DECREF(object);
+    for (PyObject* object : biases) Py_DECREF(object);
+  }
+
   bool read(PyObject* given, PyObject* given_biases) {
+    const bool valid = borrow(given, given_biases);
+    for (PyObject* object : weights) Py_INCREF(object);
+    for (PyObject* object : biases) Py_INCREF(object);
+    return valid;
+  }
+
+  bool unobserved_with(PyObject* x) const {
+    std::vector<PyObject*> all = weights;
+    all.insert(all.end(), biases.begin(), biases.end());
+    all.push_back(x);
+    return unobserved(all.data(), all.size());
+  }
+
+ private:
+  bool borrow(PyObject* given, PyObject* given_biases) {
     if (PyList_Check(given) || PyTuple_Check(given)) {
       PyObject** const items = PySequence_Fast_ITEMS(given);
       weights.assign(items, items + PySequence_Fast_GET_SIZE(given));
@@ -107,13 +131,6 @@ struct Weights {
       biases.assign(1, given_biases);
     }
     return !weights.empty() && weights.size() == biases.size();
-  }
-
-  bool unobserved_with(PyObject* x) const {
-    std::vector<PyObject*> all = weights;
-    all.insert(all.end(), biases.begin(), biases.end());
-    all.push_back(x);
-    return unobserved(all.data(), all.size());
   }
 };
 
@@ -178,7 +195,8 @@ PyObject* linear_all_reduce(ShortWay& way, PyObject* const* args) {
         complete(slot, descriptor, y.data, count, bias, way.timeout());
       } else {
         tpk::all_reduce(slot, y.data, y.data, count, layer.x.dtype, way.op_all_reduce,
-                        way.timeout(), Shots::automatic, bias);
+                        way.timeout(), Shots::automatic, bias,
+                        static_cast<std::int64_t>(layer.columns));
       }
     });
   }

@@ -47,8 +47,7 @@ const DlExchangeApi* api = nullptr;
 PyObject* requires_grad = nullptr;  // the names
 PyObject* current_level = nullptr;
 
-bool truth(PyObject* function, bool on_error) {
-  PyObject* answer = PyObject_CallNoArgs(function);
+bool truth_of(PyObject* answer, bool on_error) {  // takes the reference
   if (answer == nullptr) {
     PyErr_Clear();
     return on_error;
@@ -56,6 +55,10 @@ bool truth(PyObject* function, bool on_error) {
   const int truth = PyObject_IsTrue(answer);
   Py_DECREF(answer);
   return truth < 0 ? on_error : truth != 0;
+}
+
+bool truth(PyObject* function, bool on_error) {
+  return truth_of(PyObject_CallNoArgs(function), on_error);
 }
 
 }  // namespace
@@ -73,13 +76,15 @@ bool set_torch(PyObject* given) {
   all.parameter = reinterpret_cast<PyTypeObject*>(function("parameter"));
   all.transforms_active = function("transforms_active");
   all.dispatch_modes = function("dispatch_modes");
+  all.tracing_state = function("tracing_state");
+  all.is_neg = function("is_neg");
   all.autocast_enabled = function("autocast_enabled");
   all.grad_enabled = function("grad_enabled");
   all.forward_ad = function("forward_ad");
   all.num_threads = function("num_threads");
   all.linear = function("linear");
   if (!all.tensor || !all.parameter || !all.transforms_active || !all.dispatch_modes ||
-      !all.autocast_enabled || !all.forward_ad || !all.grad_enabled || !all.num_threads || !all.linear) {
+      !all.tracing_state || !all.is_neg || !all.autocast_enabled || !all.forward_ad || !all.grad_enabled || !all.num_threads || !all.linear) {
     return false;
   }
   PyObject* capsule =
@@ -134,16 +139,17 @@ bool view_of(PyObject* object, TensorView& view) {
   } else {
     return false;
   }
+  if (truth_of(PyObject_CallOneArg(functions.is_neg, object), true)) return false;
   view.data = static_cast<std::byte*>(found.data) + found.byte_offset;
   view.dims = found.ndim;
   view.shape = found.shape;
   view.strides = found.strides;
-  return true;
+  return found.data != nullptr || view.count() == 0;  // memory may have been given back
 }
 
 bool unobserved(PyObject* const* objects, std::size_t count) {
   if (truth(functions.transforms_active, true) || truth(functions.dispatch_modes, true) ||
-      truth(functions.autocast_enabled, true)) {
+      truth(functions.tracing_state, true) || truth(functions.autocast_enabled, true)) {
     return false;
   }
   PyObject* const level = PyObject_GetAttr(functions.forward_ad, current_level);

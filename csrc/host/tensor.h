@@ -51,10 +51,12 @@ struct Torch {
   // Functions without arguments: is something to see a call that is not in its arguments?
   PyObject* transforms_active = nullptr;
   PyObject* dispatch_modes = nullptr;  // how many
+  PyObject* tracing_state = nullptr;   // of torch.jit.trace
   PyObject* autocast_enabled = nullptr;
   PyObject* grad_enabled = nullptr;
   PyObject* forward_ad = nullptr;  // the module torch.autograd.forward_ad
   PyObject* num_threads = nullptr;
+  PyObject* is_neg = nullptr;  // torch.Tensor.is_neg
   PyObject* linear = nullptr;  // torch.nn.functional.linear
 };
 const Torch& torch();

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Callable
+from threading import Timer
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.oracle import digest
-from tp_kernels import GroupMismatchError, ParallelGroup, UnsupportedError, split_sizes
+from tp_kernels import GroupMismatchError, ParallelGroup, ShapeError, UnsupportedError, split_sizes
 from tp_kernels.comm.collectives import all_gather, all_reduce, reduce_scatter
 from tp_kernels.comm.short_way import GATHER_FIRST_ROWS, SHORT_ROWS, ShortWay
 from tp_kernels.ops import (
@@ -256,3 +258,72 @@ def use() -> None:
         assert torch.equal(leaf.grad, 2 * view)
         with torch.inference_mode():
             assert linear_all_reduce(integers(3, DEPTH), w, None, group=group).is_inference()
+
+
+def test_lists_may_change_while_a_call_waits(world):
+    world(2).run(clear_lists)
+
+
+def clear_lists() -> None:
+    x = integers(2, DEPTH)
+    with ParallelGroup(timeout=30) as group:
+        for threads in (1, 2):  # our product, torch's product
+            torch.set_num_threads(threads)
+            w, b = layer()
+            ws, bs = [w.clone(), w.clone()], [b.clone(), b.clone()]
+            if group.rank == 1:
+                time.sleep(0.3)
+            else:
+                timer = Timer(0.1, lambda ws=ws, bs=bs: (ws.clear(), bs.clear()))
+                timer.start()
+            ys = all_gather_linear(x, ws, bs, group=group)
+            expected = torch.cat([x, x]) @ w.t() + b
+            assert all(torch.equal(y, expected) for y in ys) and len(ys) == 2
+            if group.rank == 0:
+                timer.join()
+                assert not ws
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_equal_sizes_of_other_shapes_are_a_mismatch(world, short):
+    world(2).run(transpose_one, short)
+
+
+def transpose_one(short: bool) -> None:
+    with ParallelGroup(timeout=30) as group:
+        if not short:
+            group.short = ShortWay()
+        m, n = (32, 64) if group.rank else (64, 32)
+        with pytest.raises(GroupMismatchError):
+            linear_all_reduce(integers(m, DEPTH), integers(n, DEPTH), group=group)
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_negative_views_and_lost_memory(world, short):
+    world(2).run(negate, short)
+
+
+def negate(short: bool) -> None:
+    x, (w, b) = integers(2, DEPTH), layer()
+    minus = lambda t: torch._neg_view(-t)
+    with ParallelGroup(timeout=30) as group:
+        if not short:
+            group.short = ShortWay()
+        for op, function in OPS.items():
+            expected = described(function(x, w, b, group=group))
+            assert described(function(minus(x), minus(w), minus(b), group=group)) == expected, op
+        for name, function in COLLECTIVES.items():
+            assert described(function(minus(x), group)) == described(function(x, group)), name
+            with pytest.raises(ShapeError, match="negative view"):
+                function(x, group, out=minus(function(x, group)))
+        y = minus(x)
+        with pytest.raises(ShapeError, match="negative view"):
+            all_reduce(y, group, y)
+    lost = w.clone()
+    lost.untyped_storage().resize_(0)
+    with ParallelGroup(timeout=30) as group:
+        if not short:
+            group.short = ShortWay()
+        with pytest.raises((ValueError, RuntimeError)):
+            copy_linear(x, lost, group=group)

@@ -20,7 +20,13 @@ from tp_kernels import (
     linear_all_reduce,
     linear_reduce_scatter,
 )
-from tp_kernels.ops import gather_rows
+from tp_kernels.ops import (
+    copy_to_ranks,
+    gather_features,
+    gather_rows,
+    reduce_from_ranks,
+    scatter_rows,
+)
 
 HIDDEN, INNER = 10, 6
 CHECKS = (
@@ -275,3 +281,72 @@ def push_tangents() -> None:
             with pytest.raises(UnsupportedError, match="forward-mode"):
                 op(dual, w, group=group)
         assert linear_all_reduce(x, w, group=group).sum() == 24 * group.size
+
+
+class Cut(torch.autograd.Function):
+    """Passes on no gradient at all."""
+
+    @staticmethod
+    def forward(ctx, *xs):
+        return xs[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None
+
+
+def test_no_gradient_is_a_gradient_of_zeros(world):
+    world(2).run(cut_gradients)
+
+
+def cut_gradients() -> None:
+    with ParallelGroup(timeout=30) as group:
+        for name, call in differentiable(group):
+            leaves = [torch.ones(4, 3, requires_grad=True) for _ in range(2)]
+            Cut.apply(call(*leaves)).backward()
+            assert all(leaf.grad is None or not leaf.grad.any() for leaf in leaves), name
+
+
+def differentiable(group: ParallelGroup) -> Iterator[tuple[str, Callable[..., Tensor]]]:
+    for op in (copy_linear, linear_all_reduce, linear_reduce_scatter, all_gather_linear):
+        yield op.__name__, lambda x, w, op=op: op(x, w, group=group)
+    for gradient in ("slice", "reduce_scatter"):
+        yield (
+            f"gather_rows {gradient}",
+            lambda x, w, g=gradient: gather_rows(x, group=group, gradient=g),
+        )
+    yield "scatter_rows", lambda x, w: scatter_rows(x, group=group)
+    yield "gather_features", lambda x, w: gather_features(x, [3, 3], group=group)
+    yield "copy_to_ranks", lambda x, w: copy_to_ranks(x, group=group)
+    yield "reduce_from_ranks", lambda x, w: reduce_from_ranks(x, group=group)
+
+
+def test_results_may_be_written_to(world):
+    """As those of torch's layers, while gradients are recorded."""
+    world(2).run(write_to_results)
+
+
+def write_to_results() -> None:
+    with ParallelGroup(timeout=30) as group:
+        for name, call in differentiable(group):
+            grads = []
+            for in_place in (False, True):
+                leaves = [torch.ones(4, 3, requires_grad=True) for _ in range(2)]
+                y = call(*leaves)
+                y = y.mul_(2) if in_place else y * 2
+                y.sum().backward()
+                grads.append(digest(leaves[0].grad))
+            assert grads[0] == grads[1], name
+
+
+def test_tracing_is_refused(world):
+    """A tracer that does not see the op would take its result for a constant."""
+    world(2).run(trace)
+
+
+def trace() -> None:
+    w, x = torch.eye(3), torch.ones(2, 3)
+    with ParallelGroup(timeout=30) as group, torch.no_grad():
+        for op in (copy_linear, linear_all_reduce, linear_reduce_scatter, all_gather_linear):
+            with pytest.raises(UnsupportedError, match=r"torch\.compile"):
+                torch.jit.trace(lambda x, op=op: op(x, w, group=group) + 1, (x,))

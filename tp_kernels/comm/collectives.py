@@ -30,6 +30,8 @@ def all_reduce(x: Tensor, group: ParallelGroup, out: Tensor | None = None) -> Te
     if out is not x:
         if out is not None:
             _check_out("all_reduce", x, x.shape, out, group)
+    elif x.is_neg():
+        raise ShapeError(f"all_reduce on rank {group.rank}: out is x, which is a negative view")
     elif not x.is_contiguous():
         raise ShapeError(
             f"all_reduce on rank {group.rank}: out is x, which has strides {x.stride()}; only a "
@@ -40,7 +42,7 @@ def all_reduce(x: Tensor, group: ParallelGroup, out: Tensor | None = None) -> Te
             return _copied(x, out)
         return group.run("all_reduce", "process_group", _all_reduce, x, group, out)
     if out is not x:
-        x = x.contiguous()
+        x = x.resolve_neg().contiguous()
         out = torch.empty_like(x) if out is None else out
     group.run("all_reduce", "host", group.slot.all_reduce, x, out)
     return out
@@ -147,6 +149,7 @@ def _check_out(
         and out.dtype is x.dtype
         and out.is_contiguous()
         and out.device == x.device
+        and not out.is_neg()
     ):
         return
     where = f"{operation} on rank {group.rank}: out"
@@ -156,6 +159,8 @@ def _check_out(
         raise ShapeError(f"{where} is {out.dtype} on {out.device}, x is {x.dtype} on {x.device}")
     if not out.is_contiguous():
         raise ShapeError(f"{where} has strides {out.stride()}; it must be contiguous")
+    if out.is_neg():
+        raise ShapeError(f"{where} is a negative view")
     raise ShapeError(f"{where} shares memory with x; pass a tensor of its own")
 
 
@@ -179,7 +184,7 @@ def _copied(x: Tensor, out: Tensor | None) -> Tensor:
 
 
 def _all_reduce(x: Tensor, group: ParallelGroup, out: Tensor | None) -> Tensor:
-    x = x.contiguous()
+    x = x.resolve_neg().contiguous()
     transport = group.transport
     transport.agree("all_reduce", x, x.numel())
     if x.numel() == 0:
@@ -201,7 +206,7 @@ def _reduce_scatter(
     implementation: str,
     out: Tensor | None,
 ) -> Tensor:
-    x, row = x.contiguous(), _row(x)
+    x, row = x.resolve_neg().contiguous(), _row(x)
     out = x.new_empty(counts[group.rank], *x.shape[1:]) if out is None else out
     if implementation == "host":
         group.slot.reduce_scatter(x, out, counts, row)
@@ -223,7 +228,7 @@ def _all_gather(
     implementation: str,
     out: Tensor | None,
 ) -> Tensor:
-    x, row = x.contiguous(), _row(x)
+    x, row = x.resolve_neg().contiguous(), _row(x)
     if implementation == "host":
         out = x.new_empty(sum(counts), *x.shape[1:]) if out is None else out
         group.slot.all_gather(x, out, counts, row)

@@ -246,6 +246,7 @@ class HostSlot:
             0,
             address,
             period,
+            x.shape[1],
         )
 
     def reduce_scatter(

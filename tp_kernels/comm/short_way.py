@@ -41,6 +41,8 @@ _TORCH = {
     "parameter": torch.nn.Parameter,
     "transforms_active": torch._C._are_functorch_transforms_active,
     "dispatch_modes": torch._C._len_torch_dispatch_stack,
+    "tracing_state": torch._C._get_tracing_state,
+    "is_neg": torch.Tensor.is_neg,
     "autocast_enabled": torch._C._is_any_autocast_enabled,
     "grad_enabled": torch.is_grad_enabled,
     "forward_ad": torch.autograd.forward_ad,

@@ -72,11 +72,16 @@ def linear_layers(x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor]) -> 
 
 def products(x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
     """x [..., K] W_i^T + b_i; `biases` is empty or has one for each weight."""
-    rows = rows_of(x)
-    return [
-        linear(rows, w, biases[i] if biases else None).view(*x.shape[:-1], w.shape[0])
-        for i, w in enumerate(ws)
-    ]
+    rows, ys = rows_of(x), []
+    for i, w in enumerate(ws):
+        bias = biases[i] if biases else None
+        if few_rows(rows, w):
+            y = x.new_empty(*x.shape[:-1], w.shape[0])
+            linear(rows, w, bias, rows_of(y))
+        else:
+            y = torch.nn.functional.linear(x, w, bias)
+        ys.append(y)  # no views: autograd would forbid to write to them
+    return ys
 
 
 def block_rows(rows: int, most: int) -> int:

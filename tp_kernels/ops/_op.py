@@ -48,8 +48,8 @@ class Op:
 
     def __call__(self, *args: Any) -> Any:
         if traced():
-            if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
-                self._refuse_tangents(args)
+            if not torch.compiler.is_compiling():
+                self._check_traceable(args)
             return self._overload(*args)
         if self._function is not None and torch.is_grad_enabled():
             lengths, flat = _flatten(args)
@@ -58,10 +58,15 @@ class Op:
                 return result if isinstance(result, Tensor) else list(result)
         return self._kernel(*args)
 
-    def _refuse_tangents(self, args: Sequence[Any]) -> None:
-        """torch would drop them without a word."""
+    def _check_traceable(self, args: Sequence[Any]) -> None:
+        if torch._C._get_tracing_state() is not None:  # knows no lists of row counts
+            raise UnsupportedError(f"{self._overload}: torch.jit.trace cannot; use torch.compile")
+        if forward_ad._current_level < 0:
+            return
         for t in _flatten(args)[1]:
-            if isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None:
+            if (
+                isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None
+            ):  # torch drops it
                 raise UnsupportedError(
                     f"{self._overload}: forward-mode differentiation is not supported; use backward()"
                 )
@@ -109,7 +114,7 @@ def _function(
         args = _nest(lengths, flat)
         output = kernel(*args)
         ctx.lengths, ctx.single = lengths, isinstance(output, Tensor)
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(ctx.single)  # those with several outputs know better than zeros
         setup_context(ctx, args, output)
         return output if ctx.single else tuple(output)
 
@@ -171,12 +176,13 @@ def run(
 
 
 def traced() -> bool:
-    """Whether more than reverse-mode autograd has to see ops: a compiler, a transform, a mode."""
+    """Whether more than reverse-mode autograd has to see ops: a compiler, tracer, transform or mode."""
     return (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
         or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
     )
 
 
@@ -229,6 +235,8 @@ def prepare(
         x = x.to(cast)
         weights = [w.to(cast) for w in weights]
         biases = [None if b is None else b.to(cast) for b in biases]
+    x, weights = x.resolve_neg(), [w.resolve_neg() for w in weights]
+    biases = [None if b is None else b.resolve_neg() for b in biases]
     dtype, shape = x.dtype, x.shape
     valid = len(shape) > 0 and dtype in FLOATING and 0 < len(weights) == len(biases)
     for w, b in zip(weights, biases, strict=False):

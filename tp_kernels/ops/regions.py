@@ -85,7 +85,9 @@ def _gather(x: Tensor, counts: list[int], reduce: bool, name: str) -> Tensor:
 
 def _features(x: Tensor, sizes: list[int], name: str) -> Tensor:
     full = collectives.all_gather(rows_of(x).t(), ParallelGroup.by_name(name), counts=sizes)
-    return full.t().contiguous().view(*x.shape[:-1], full.shape[0])
+    out = x.new_empty(*x.shape[:-1], full.shape[0])  # no view: autograd would forbid to write to it
+    rows_of(out).copy_(full.t())
+    return out
 
 
 def _reduce_scatter(x: Tensor, name: str) -> Tensor:
