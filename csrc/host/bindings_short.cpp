@@ -208,8 +208,8 @@ void bind_short(py::module_& module) {
   module.def(
       "short_way",
       [](const py::object& slot, const py::object& fail, bool communication_thread,
-         std::uint64_t short_rows, std::uint64_t gather_first, std::array<std::uint64_t, kReducibleDtypes> few_rows,
-         std::array<std::uint32_t, 3> ops) {
+         std::uint64_t short_rows, std::uint64_t gather_first,
+         std::array<std::uint64_t, kReducibleDtypes> few_rows, std::array<std::uint32_t, 3> ops) {
         if (torch().tensor == nullptr) throw std::logic_error("short_way: call set_torch first");
         auto way = std::make_shared<ShortWay>(
             ShortWay{slot, fail, py::cast<SlotHandle*>(slot), communication_thread, short_rows,

@@ -219,7 +219,7 @@ PyObject* linear_reduce_scatter(ShortWay& way, PyObject* const* args) {
   Slot& slot = way.slot();
   const auto scatter = [&](const void* whole) {
     tpk::reduce_scatter(slot, whole, out.data(), counts, layer.x.dtype, way.op_reduce_scatter,
-                   way.timeout(), {layer.bias, layer.columns});
+                        way.timeout(), {layer.bias, layer.columns});
   };
   if (const auto product = product_for(way, layer.rows, layer.x.dtype)) {
     const Unlocked unlocked;

@@ -84,7 +84,8 @@ bool set_torch(PyObject* given) {
   all.num_threads = function("num_threads");
   all.linear = function("linear");
   if (!all.tensor || !all.parameter || !all.transforms_active || !all.dispatch_modes ||
-      !all.tracing_state || !all.is_neg || !all.autocast_enabled || !all.forward_ad || !all.grad_enabled || !all.num_threads || !all.linear) {
+      !all.tracing_state || !all.is_neg || !all.autocast_enabled || !all.forward_ad ||
+      !all.grad_enabled || !all.num_threads || !all.linear) {
     return false;
   }
   PyObject* capsule =

@@ -265,7 +265,7 @@ def test_lists_may_change_while_a_call_waits(world):
 
 
 def clear_lists() -> None:
-    x = integers(2, DEPTH)
+    x, before = integers(2, DEPTH), torch.get_num_threads()
     with ParallelGroup(timeout=30) as group:
         for threads in (1, 2):  # our product, torch's product
             torch.set_num_threads(threads)
@@ -282,7 +282,7 @@ def clear_lists() -> None:
             if group.rank == 0:
                 timer.join()
                 assert not ws
-        torch.set_num_threads(1)
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("short", [True, False])
