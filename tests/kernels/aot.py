@@ -29,7 +29,13 @@ TABLE = Path(__file__).with_name("resources.json")
 # Shared memory that a block can have, in bytes (CUDA C++ Programming Guide, technical specifications).
 ARCHITECTURES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 WORLDS = (2, 8)
-PRODUCTS = ("linear_reduce_scatter.scatter", "linear_all_reduce.one_shot")
+PRODUCTS = (
+    "linear_reduce_scatter.scatter",
+    "linear_all_reduce.one_shot",
+    "linear_all_reduce.two_shots",
+    "all_gather_linear.gather_and_multiply",
+    "all_gather_weight_gradient.gather_and_accumulate",
+)
 # What multiplies 16-bit matrices.
 MATRIX_UNITS = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 _TRITON = Path(triton.__file__).parent
@@ -39,7 +45,8 @@ _TRITON = Path(triton.__file__).parent
 class Configuration:
     """A kernel as it is launched on a GPU: module.function, element type, ranks.
 
-    Of matrix products also the rows, "few" or "many", and whether W is transposed in memory.
+    Of matrix products also the rows, "few" or "many", whether W is transposed in memory, and how many
+    pairs of x and W there are.
     """
 
     kernel: str
@@ -47,9 +54,11 @@ class Configuration:
     world: int
     rows: str = ""
     transposed: bool = False
+    pairs: int = 1
 
     def __str__(self) -> str:
         more = f" {self.rows} rows" * bool(self.rows) + " transposed" * self.transposed
+        more += f" x{self.pairs}" * (self.pairs > 1)
         return f"{self.kernel} {self.element} W={self.world}{more}"
 
 
@@ -70,8 +79,9 @@ def _products(element: str, world: int) -> Iterator[Configuration]:
     for kernel in PRODUCTS:
         yield Configuration(kernel, element, world, "few")
         yield Configuration(kernel, element, world, "many")
-        if element == "bf16":
+        if element == "bf16" and not kernel.startswith("all_gather_weight"):
             yield Configuration(kernel, element, world, "many", transposed=True)
+            yield Configuration(kernel, element, world, "many", True, 3)
 
 
 @dataclass(frozen=True)
@@ -89,6 +99,8 @@ class Compiled:
 
 
 SIZES = ("count", "part", "rows", "width", "small", "larger", "most")
+ALIGNED = ("part", "width", "count", "small", "most", "inner", "stride", "columns", "unit")
+POINTERS = ("x", "w", "out", "y", "s", "bias", "residual", "weight", "gathered", "other")
 
 
 def build(
@@ -119,37 +131,64 @@ def build(
         "BLOCK": block,
     }
     options = {"num_warps": warps, "maxnreg": workspace.MOST_REGISTERS}
+    pointer = f"*{configuration.element}"
+    # Triton finds out which addresses, sizes, widths and strides 16 divides: "/16".
+    kinds: dict[str, Any] = {
+        "table": "*i64/16",
+        "record": "*i32/16",
+        "timeout": "i64",
+        "epsilon": "fp32",
+    }
+    kinds |= dict.fromkeys(SIZES, "i64" if wide else "i32")
+    kinds |= dict.fromkeys(ALIGNED, ("i64" if wide else "i32") + "/16")
+    kinds |= dict.fromkeys(POINTERS, f"{pointer}/16")
     if configuration.rows:
         gemm = importlib.import_module(f"{package}._gemm")
         tiling = gemm.TILINGS[architecture, itemsize, configuration.rows]
         constants |= tiling.constants(itemsize) | {"LANES": 32 * tiling.warps}
-        constants |= {"x_inner": 1, "w_row" if configuration.transposed else "w_inner": 1}
+        constants |= {"ACTIVATION": "gelu_tanh", "ROWS": 256, "ADD": True}
         options = {"num_warps": tiling.warps, "maxnreg": gemm.REGISTERS}
         options["num_stages"] = tiling.stages
+        pairs = configuration.pairs
+        several = {key: (kinds[key],) * pairs for key in ("x", "w", "inner", "stride")}
+        one = (1,) * pairs
+        strides = (one, several["stride"]) if configuration.transposed else (several["stride"], one)
+        kinds |= {
+            "operands": (
+                several["x"],
+                several["w"],
+                several["inner"],
+                several["stride"],
+                one,
+                *strides,
+            ),
+            "ws": several["w"],
+            "biases": None if of_one else several["x"],
+            "outs": several["x"],
+            "widths": several["inner"],
+            "w_rows": strides[0],
+            "w_inners": strides[1],
+            "out_row": "i32/16",
+            "out_column": 1,
+        }
+        if name == "all_gather_weight_gradient":
+            kinds["out"] = "*fp32/16"
     kernel = getattr(module, function)
     if of_one:
         constants |= {size: 1 for size in SIZES if size in kernel.arg_names}
         constants |= {name: None for name in ("bias", "residual") if name in kernel.arg_names}
-    pointer = f"*{configuration.element}"
-    kinds = {"table": "*i64", "record": "*i32", "timeout": "i64", "epsilon": "fp32"}
-    kinds |= dict.fromkeys(SIZES, "i64" if wide else "i32")
-    kinds |= dict.fromkeys(("x", "w", "out", "y", "s", "bias", "residual", "weight"), pointer)
-    signature = {
-        argument: "constexpr" if argument in constants else kinds.get(argument, "i32")
-        for argument in kernel.arg_names
-    }
-    # What Triton finds out about addresses, sizes, widths and strides that 16 divides.
-    names = ["part", "width", "count", "small", "most", "inner", "x_row", "w_row", "w_inner"]
-    aligned = {a for a, kind in signature.items() if kind[0] == "*"} | set(names)
-    aligned -= {a for a, kind in signature.items() if kind == "constexpr"}
-    aligned -= {kernel.arg_names[p.num] for p in kernel.params if p.do_not_specialize}
-    position = {argument: index for index, argument in enumerate(kernel.arg_names)}
-    source = ASTSource(
-        kernel,
-        signature,
-        {(position[a],): value for a, value in constants.items() if a in position},
-        {(position[a],): [["tt.divisibility", 16]] for a in aligned & signature.keys()},
-    )
+    signature, values, attributes = {}, {}, {}
+    for index, argument in enumerate(kernel.arg_names):
+        if argument in constants:
+            kind: Any = "constexpr"
+            values[index,] = constants[argument]
+        else:
+            kind = kinds.get(argument, "i32")
+            if kernel.params[index].do_not_specialize:
+                kind = kind.removesuffix("/16")
+            kind = _leaves(kind, (index,), values, attributes)
+        signature[argument] = kind
+    source = ASTSource(kernel, signature, values, attributes)
     target = GPUTarget("cuda", architecture, 32)
     result = triton.compile(source, target=target, options=options)
     usage = _resource_usage(result.asm["cubin"])
@@ -159,6 +198,20 @@ def build(
         result.metadata.shared + usage["SHARED"],
         usage["STACK"] + usage["LOCAL"],
     )
+
+
+def _leaves(
+    kind: Any, path: tuple[int, ...], values: dict[Any, Any], attributes: dict[Any, Any]
+) -> Any:
+    """The type of an argument, a tuple if it is one, without what is entered for its leaves."""
+    if isinstance(kind, tuple):
+        return tuple(_leaves(k, (*path, i), values, attributes) for i, k in enumerate(kind))
+    if not isinstance(kind, str):
+        values[path] = kind
+        return "constexpr"
+    if kind.endswith("/16"):
+        attributes[path] = [["tt.divisibility", 16]]
+    return kind.removesuffix("/16")
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:

@@ -131,7 +131,7 @@ def slow_rank(package: str, operation: str, slow: int, **options: Any) -> list[s
     """Rank `slow` rests after each signal, while the others run as far ahead as they may."""
     with (
         kernels(package, channels=1, chunk=CHUNK, **options) as k,
-        stalled(k.module(operation), 0.05) if k.group.rank == slow else nullcontext(),
+        stalled(k, 0.05) if k.group.rank == slow else nullcontext(),
     ):
         return [bits(k, operation, (66, 17, 9), torch.float32, seed) for seed in range(2)]
 

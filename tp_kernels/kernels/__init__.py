@@ -8,6 +8,8 @@ that differ are the caller's to find.
 """
 
 from .all_gather import all_gather
+from .all_gather_linear import all_gather_linear
+from .all_gather_weight_gradient import all_gather_weight_gradient
 from .all_reduce import all_reduce
 from .all_reduce_rms_norm import all_reduce_rms_norm
 from .linear_all_reduce import linear_all_reduce
@@ -19,6 +21,8 @@ __all__ = [
     "Workspace",
     "WorkspaceShape",
     "all_gather",
+    "all_gather_linear",
+    "all_gather_weight_gradient",
     "all_reduce",
     "all_reduce_rms_norm",
     "linear_all_reduce",
