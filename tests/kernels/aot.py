@@ -34,8 +34,8 @@ PRODUCTS = (
     "linear_all_reduce.one_shot",
     "linear_all_reduce.two_shots",
     "all_gather_linear.gather_and_multiply",
-    "all_gather_weight_gradient.gather_and_accumulate",
 )
+GRADIENT = "all_gather_weight_gradient.gather_and_accumulate"
 # What multiplies 16-bit matrices.
 MATRIX_UNITS = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 _TRITON = Path(triton.__file__).parent
@@ -45,19 +45,19 @@ _TRITON = Path(triton.__file__).parent
 class Configuration:
     """A kernel as it is launched on a GPU: module.function, element type, ranks.
 
-    Of matrix products also the rows, "few" or "many", whether W is transposed in memory, and how many
-    pairs of x and W there are.
+    Of matrix products also the shape ("few" rows, "many", or "gradient"), whether W is transposed in
+    memory, and how many pairs of x and W there are.
     """
 
     kernel: str
     element: str
     world: int
-    rows: str = ""
+    shape: str = ""
     transposed: bool = False
     pairs: int = 1
 
     def __str__(self) -> str:
-        more = f" {self.rows} rows" * bool(self.rows) + " transposed" * self.transposed
+        more = f" {self.shape}" * bool(self.shape) + " transposed" * self.transposed
         more += f" x{self.pairs}" * (self.pairs > 1)
         return f"{self.kernel} {self.element} W={self.world}{more}"
 
@@ -76,10 +76,11 @@ def configurations() -> Iterator[Configuration]:
 
 
 def _products(element: str, world: int) -> Iterator[Configuration]:
+    yield Configuration(GRADIENT, element, world, "gradient")
     for kernel in PRODUCTS:
         yield Configuration(kernel, element, world, "few")
         yield Configuration(kernel, element, world, "many")
-        if element == "bf16" and not kernel.startswith("all_gather_weight"):
+        if element == "bf16":
             yield Configuration(kernel, element, world, "many", transposed=True)
             yield Configuration(kernel, element, world, "many", True, 3)
 
@@ -142,9 +143,9 @@ def build(
     kinds |= dict.fromkeys(SIZES, "i64" if wide else "i32")
     kinds |= dict.fromkeys(ALIGNED, ("i64" if wide else "i32") + "/16")
     kinds |= dict.fromkeys(POINTERS, f"{pointer}/16")
-    if configuration.rows:
+    if configuration.shape:
         gemm = importlib.import_module(f"{package}._gemm")
-        tiling = gemm.TILINGS[architecture, itemsize, configuration.rows]
+        tiling = gemm.TILINGS[architecture, itemsize, configuration.shape]
         constants |= tiling.constants(itemsize) | {"LANES": 32 * tiling.warps}
         constants |= {"ACTIVATION": "gelu_tanh", "ROWS": 256, "ADD": True}
         options = {"num_warps": tiling.warps, "maxnreg": gemm.REGISTERS}
@@ -234,7 +235,7 @@ def problems(configuration: Configuration, compiled: Compiled, architecture: int
     if not re.search(r"st\.global\.(v4\.b32|v2\.b64)", compiled.ptx):
         found.append("no store of 16 bytes")
     unit = MATRIX_UNITS[architecture]
-    if configuration.rows and configuration.element != "fp32" and unit not in compiled.ptx:
+    if configuration.shape and configuration.element != "fp32" and unit not in compiled.ptx:
         found.append(f"no {unit}")
     name, _, function = configuration.kernel.partition(".")
     kernel = getattr(importlib.import_module(f"tp_kernels.kernels.{name}"), function)

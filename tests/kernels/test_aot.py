@@ -28,9 +28,9 @@ def test_compiles(configuration, architecture):
     assert recorded[f"sm_{architecture}"][str(configuration)] == compiled.resources
 
 
-OTHER_SIZES = [(c, sizes) for c in LARGEST for sizes in ("of_one", "wide") if not c.rows]
+OTHER_SIZES = [(c, sizes) for c in LARGEST for sizes in ("of_one", "wide") if not c.shape]
 # Products refuse sizes beyond 2^31. With a transposed W of a single row they spill, which nothing rests on.
-OTHER_SIZES += [(c, "of_one") for c in LARGEST if c.rows and not c.transposed]
+OTHER_SIZES += [(c, "of_one") for c in LARGEST if c.shape and not c.transposed]
 
 
 @pytest.mark.parametrize(("configuration", "sizes"), OTHER_SIZES, ids=str)

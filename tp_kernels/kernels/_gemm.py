@@ -67,22 +67,28 @@ REGISTERS = 255
 # Rows of a rank's part up to which the tiles of "few" rows are taken.
 FEW_ROWS = 64
 
-# By architecture, bytes of an element, and rows. 80 serves all that are not in the table: it stays within
-# the 99 KiB of shared memory of 8.6, 8.9 and 12.0. Sizes are those that fill the matrix units without
-# spilling (tests/kernels/resources.json); none is measured yet.
+# By architecture, bytes of an element, and shape: few rows, many rows, or the gradient of a weight. 80 serves
+# all that are not in the table: it stays within the 99 KiB of shared memory of 8.6, 8.9 and 12.0. Sizes are
+# those that fill the matrix units without spilling (tests/kernels/resources.json); none is measured yet.
 TILINGS = {
     (80, 2, "few"): Tiling(64, 128, 64, 4, 3, 108),
     (80, 2, "many"): Tiling(128, 128, 32, 8, 4, 108),
-    (80, 4, "few"): Tiling(32, 64, 16, 4, 3, 108),
+    (80, 2, "gradient"): Tiling(128, 128, 32, 8, 4, 108),
+    (80, 4, "few"): Tiling(32, 64, 16, 8, 3, 108),
     (80, 4, "many"): Tiling(64, 64, 16, 8, 3, 108),
+    (80, 4, "gradient"): Tiling(64, 64, 16, 8, 3, 108),
     (90, 2, "few"): Tiling(64, 128, 64, 4, 4, 132),
     (90, 2, "many"): Tiling(128, 256, 64, 8, 3, 132),
-    (90, 4, "few"): Tiling(32, 64, 16, 4, 3, 132),
+    (90, 2, "gradient"): Tiling(64, 256, 64, 8, 3, 132),
+    (90, 4, "few"): Tiling(32, 64, 16, 8, 3, 132),
     (90, 4, "many"): Tiling(64, 64, 16, 8, 3, 132),
+    (90, 4, "gradient"): Tiling(64, 64, 16, 8, 3, 132),
     (100, 2, "few"): Tiling(64, 128, 64, 4, 4, 148),
     (100, 2, "many"): Tiling(128, 256, 64, 8, 3, 148),
-    (100, 4, "few"): Tiling(32, 64, 16, 4, 3, 148),
+    (100, 2, "gradient"): Tiling(128, 128, 64, 8, 4, 148),
+    (100, 4, "few"): Tiling(32, 64, 16, 8, 3, 148),
     (100, 4, "many"): Tiling(64, 64, 16, 8, 3, 148),
+    (100, 4, "gradient"): Tiling(64, 64, 16, 8, 3, 148),
 }
 INTERPRETER = Tiling(16, 16, 16, 1, 1, 65535, 2, 2)
 
@@ -92,11 +98,20 @@ def choose(x: Tensor, rows: int) -> Tiling:
 
     All ranks must have devices of one architecture.
     """
+    return _tiling(x, "few" if rows <= FEW_ROWS else "many")
+
+
+def choose_for_gradient(x: Tensor) -> Tiling:
+    """The tiling for gradients of weights."""
+    return _tiling(x, "gradient")
+
+
+def _tiling(x: Tensor, shape: str) -> Tiling:
     if x.is_cpu:
         return INTERPRETER
     architecture = 10 * torch.cuda.get_device_capability(x.device)[0]
     known = architecture if (architecture, 2, "few") in TILINGS else 80
-    return TILINGS[known, x.element_size(), "few" if rows <= FEW_ROWS else "many"]
+    return TILINGS[known, x.element_size(), shape]
 
 
 Pairs = tuple[list[Tensor], list[Tensor]]
@@ -223,23 +238,28 @@ def product(
 def accumulate(
     total, x, w, first_row, rows, first_column, columns, inner, x_row, x_inner, w_row, w_inner,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    MASK_ROWS: tl.constexpr = False,
 ):  # fmt: skip
     """total + `rows` rows of x times `columns` rows of w, transposed; float32 [BLOCK_M, BLOCK_N].
 
-    Beyond the rows are copies of the last, which cost fewer registers than a mask; beyond the columns, 0.
     x [.., inner], w [.., inner] from `first_row` and `first_column` on; strides x_row, ... are in elements.
+    MASK_ROWS: beyond the rows are zeros, which allows wide loads where x_row is 1. Else there are copies of
+    the last row, which cost fewer registers. Beyond the columns are zeros.
     """
     m, n, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     across = k.to(tl.int64)
-    within = tl.minimum(m, rows - 1)
+    within = m if MASK_ROWS else tl.minimum(m, rows - 1)
     xs = x + (first_row + within).to(tl.int64)[:, None] * x_row + across[None, :] * x_inner
     ws = w + (first_column + n).to(tl.int64)[None, :] * w_row + across[:, None] * w_inner
     x_step = tl.cast(x_inner, tl.int64) * BLOCK_K
     w_step = tl.cast(w_inner, tl.int64) * BLOCK_K
     for start in range(0, tl.where(rows > 0, inner, 0), BLOCK_K):
-        left = inner - start
-        a = tl.load(xs, mask=(k < left)[None, :], other=0.0)
-        b = tl.load(ws, mask=(n < columns)[None, :] & (k < left)[:, None], other=0.0)
+        inside = k < inner - start
+        x_mask = inside[None, :]
+        if MASK_ROWS:
+            x_mask = x_mask & (m < rows)[:, None]
+        a = tl.load(xs, mask=x_mask, other=0.0)
+        b = tl.load(ws, mask=(n < columns)[None, :] & inside[:, None], other=0.0)
         total = multiply(a, b, total)
         xs += x_step
         ws += w_step

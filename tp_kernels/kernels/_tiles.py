@@ -65,7 +65,7 @@ def sum_tile(
     PASS_ON: also to every peer, in round `onward`. BLOCK: elements at a time.
     """
     TYPE: tl.constexpr = out.dtype.element_ty
-    for start in range(0, tl.minimum(rows, BLOCK_M) * BLOCK_N, BLOCK):
+    for start in tl.range(0, tl.minimum(rows, BLOCK_M) * BLOCK_N, BLOCK, disable_licm=True):
         offsets = start + tl.arange(0, BLOCK)
         row, column = offsets // BLOCK_N, right + offsets % BLOCK_N
         inside = (row < rows) & alive
@@ -96,7 +96,7 @@ def copy_tile(
 ):  # fmt: skip
     """What rank `source` has sent in round `epoch` to `rows` rows of out from `first` on."""
     TYPE: tl.constexpr = out.dtype.element_ty
-    for start in range(0, tl.minimum(rows, BLOCK_M) * BLOCK_N, BLOCK):
+    for start in tl.range(0, tl.minimum(rows, BLOCK_M) * BLOCK_N, BLOCK, disable_licm=True):
         offsets = start + tl.arange(0, BLOCK)
         row, column = offsets // BLOCK_N, right + offsets % BLOCK_N
         inside = (row < rows) & alive

@@ -27,7 +27,7 @@ from tp_kernels.comm.errors import ShapeError, UnsupportedError
 
 from ._device import narrow, widen
 from ._gather import await_rows, finish, gather_rows, plan_gather, row_block_at, row_blocks_of
-from ._gemm import REGISTERS, Tiling, accumulate, check_alike, choose, place
+from ._gemm import REGISTERS, Tiling, accumulate, check_alike, choose_for_gradient, place
 from ._rounds import start_of
 from ._signals import enter
 from .workspace import Workspace, check_operand, result_like
@@ -80,7 +80,7 @@ def gather_and_accumulate(
             row_block, column_block = place(tile, row_blocks, column_blocks, GROUP)
             down, right = row_block * BLOCK_M, column_block * BLOCK_N
             total = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
-            for turn in range(segments):
+            for turn in tl.range(0, segments, disable_licm=True):
                 segment, exists = row_block_at(turn, rank, small, larger, unit, WORLD, ROWS)
                 first = segment * ROWS
                 length = tl.where(exists, tl.minimum(rows - first, ROWS), 0)
@@ -95,7 +95,7 @@ def gather_and_accumulate(
                 total = accumulate(
                     total, other + begin * columns, source + begin * inner, down, columns - down,
                     right, inner - right, tl.where(alive, length, 0), 1, columns, 1, inner,
-                    BLOCK_M, BLOCK_N, BLOCK_K,
+                    BLOCK_M, BLOCK_N, BLOCK_K, True,
                 )  # fmt: skip
             row, column = down + tl.arange(0, BLOCK_M), right + tl.arange(0, BLOCK_N)
             place_of = (
@@ -181,7 +181,7 @@ def all_gather_weight_gradient(
         else:
             view.add_(other.float().t() @ gathered.float())
         return result, gathered
-    tiling = tiling or choose(x, columns)
+    tiling = tiling or choose_for_gradient(x)
     plan = plan_gather(workspace, division, inner, x.element_size(), tiling)
     tiles = -(-columns // tiling.block_m) * -(-inner // tiling.block_n)
     workspace.launch(
