@@ -113,7 +113,9 @@ def test_an_unknown_implementation_is_refused(world, size):
 def misspell() -> None:
     with ParallelGroup(timeout=30) as group:
         for op in OPERATIONS:
-            with pytest.raises(UnsupportedError, match="known are reference, chunked, host"):
+            with pytest.raises(
+                UnsupportedError, match="known are reference, chunked, host, triton"
+            ):
                 call(Case(op, implementation="hots"), shard(Case(op), group.size, 0), group)
         assert not group.stats()["calls"]
         with pytest.raises(UnsupportedError, match="known are"):
@@ -136,6 +138,7 @@ def read_explanations() -> None:
         assert "provider=none: provider='none' was asked for" in repr(group)
         assert text(group) == (
             "linear_all_reduce: reference (too small to overlap)\n"
+            "  not triton: CPU tensors run in Triton's interpreter, which is for tests\n"
             "  not host: provider='none' was asked for\n"
             f"  not chunked: 4 rows < {CHUNKED_MIN_ROWS}: one collective is faster"
         )
