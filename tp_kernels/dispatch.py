@@ -1,7 +1,7 @@
 """Which implementation of an op runs, and why.
 
 Every choice is made from values that are equal on all ranks (op, sizes, dtype, device type, provider,
-world size), so ranks cannot part ways. "Do not fuse" is an ordinary choice.
+world size, what ranks told each other), so ranks cannot part ways. "Do not fuse" is an ordinary choice.
 """
 
 from __future__ import annotations

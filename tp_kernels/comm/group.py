@@ -19,7 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .cores import Cores, spare_cores
 from .errors import CollectiveTimeoutError, TpKernelsError, UnsupportedError
-from .faults import error_from_host, error_from_process_group, is_transport_failure
+from .faults import (
+    error_from_host,
+    error_from_process_group,
+    is_transport_failure,
+)
 from .host_slot import HostSlot
 from .process_group import ProcessGroupTransport
 from .rendezvous import Rendezvous, construction_index
@@ -49,8 +53,8 @@ class ParallelGroup:
         timeout: seconds any wait may last before it raises. Shared memory names the rank waited for; a
             process group does so at the deadline, or at once for ranks of this host that died.
         implementation: force one implementation of every op ("reference", "chunked", "host", "triton").
-        check: compare op, dtype and shape over the ranks before every process-group collective.
-            "auto" does so for CPU tensors; host memory always compares, at no cost.
+        check: compare op, dtype and shape over the ranks before every process-group collective and
+            Triton kernel. "auto" does so for CPU tensors; host memory always compares, at no cost.
         window: bytes of one shared buffer; longer messages move in pieces of this size.
         communication_thread: whether a thread of its own sums what peers have published while this rank
             computes. "auto" does so where the affinity masks leave every rank a core for it. True or

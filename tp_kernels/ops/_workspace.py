@@ -30,7 +30,8 @@ class GroupWorkspace:
     """A workspace on one kind of device, with the memory that it is in. Construction is collective.
 
     Attributes:
-        workspace: what kernels take.
+        kernels: the module that has them.
+        workspace: what they take.
 
     Raises:
         UnsupportedError: on all ranks, if one of them cannot import the kernels, or there is no memory.
@@ -44,10 +45,10 @@ class GroupWorkspace:
                 f"rank {group.rank}: the first op that runs 'triton' makes memory, which a graph cannot "
                 "capture; call it once before"
             )
-        kernels = _import_together(group, interpreted)
-        shape = kernels.WorkspaceShape(group.size, *_sizes(like), DEPTH)
+        module = _import_together(group, interpreted)
+        shape = module.WorkspaceShape(group.size, *_sizes(like), DEPTH)
         self._region = new_region(group, device, shape.nbytes)
-        self.workspace = kernels.Workspace(
+        self.workspace = module.Workspace(
             shape,
             group.rank,
             self._region.local,
@@ -55,19 +56,25 @@ class GroupWorkspace:
             timeout=group.timeout,
             name=f"triton {device}",
         )
+        self.kernels = importlib.import_module("tp_kernels.ops._kernel_shims")  # shim: module
         # Of a GPU: copied after every launch, so that looking at it waits for nothing.
         self._last_record = None if interpreted else self.workspace.record.cpu().pin_memory()
         self._region.settle()
 
-    def check(self) -> None:
-        """Raise if an earlier kernel has given up a wait, as far as this rank has heard of it."""
-        if self._last_record is not None and self._last_record[0]:
-            self.workspace.check()
+    def launch(self, kernel: str, *args: Any, **options: Any) -> Any:
+        """Call `kernel` in this workspace.
 
-    def launched(self) -> None:
-        """After every launch, for `check`."""
-        if self._last_record is not None:
-            self._last_record.copy_(self.workspace.record, non_blocking=True)
+        Raises:
+            CollectiveTimeoutError: it or an earlier one gave up a wait, as far as this rank has heard: an
+                interpreted kernel has ended by now, one on a GPU may be heard of in the next call.
+        """
+        record = self._last_record
+        if record is not None and record[0]:
+            self.workspace.check()
+        result = getattr(self.kernels, kernel)(*args, self.workspace, **options)
+        if record is not None:
+            record.copy_(self.workspace.record, non_blocking=True)
+        return result
 
     def close(self) -> None:
         """Leave the memory in order; waits for nobody."""
@@ -77,15 +84,12 @@ class GroupWorkspace:
 def launch(group: ParallelGroup, like: Tensor, kernel: str, *args: Any, **options: Any) -> Any:
     """Call `kernel` of tp_kernels.kernels in the group's workspace for the device of `like`. Collective."""
     device = device_type(like)
-    own = group.workspaces.get(device)
-    if own is None:
-        with torch.inference_mode(False):  # or training could not write to what inference made
-            own = group.workspaces[device] = GroupWorkspace(group, like)
-    own.check()
-    shims = importlib.import_module("tp_kernels.ops._kernel_shims")
-    result = getattr(shims, kernel)(*args, own.workspace, **options)
-    own.launched()
-    return result
+    with torch.cuda.device_of(like):
+        own = group.workspaces.get(device)
+        if own is None:
+            with torch.inference_mode(False):  # or training could not write to what inference made
+                own = group.workspaces[device] = GroupWorkspace(group, like)
+        return own.launch(kernel, *args, **options)
 
 
 def agree(
