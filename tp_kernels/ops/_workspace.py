@@ -22,8 +22,7 @@ from ._op import device_type
 
 # Programs of a launch in the interpreter, which runs them one after the other: more would only take memory.
 INTERPRETED_CHANNELS = 4
-# A tile is computed while the one before is on its way.
-DEPTH = 2
+DEPTH = 4  # as linear_all_reduce needs for two shots
 
 
 class GroupWorkspace:
@@ -45,10 +44,10 @@ class GroupWorkspace:
                 f"rank {group.rank}: the first op that runs 'triton' makes memory, which a graph cannot "
                 "capture; call it once before"
             )
-        module = _import_together(group, interpreted)
-        shape = module.WorkspaceShape(group.size, *_sizes(like), DEPTH)
+        self.kernels = kernels = _import_together(group, interpreted)
+        shape = kernels.WorkspaceShape(group.size, *_sizes(like), DEPTH)
         self._region = new_region(group, device, shape.nbytes)
-        self.workspace = module.Workspace(
+        self.workspace = kernels.Workspace(
             shape,
             group.rank,
             self._region.local,
@@ -56,7 +55,6 @@ class GroupWorkspace:
             timeout=group.timeout,
             name=f"triton {device}",
         )
-        self.kernels = importlib.import_module("tp_kernels.ops._kernel_shims")  # shim: module
         # Of a GPU: copied after every launch, so that looking at it waits for nothing.
         self._last_record = None if interpreted else self.workspace.record.cpu().pin_memory()
         self._region.settle()

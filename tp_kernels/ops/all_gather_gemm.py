@@ -133,7 +133,9 @@ def triton(
 ) -> Gathered:
     """One kernel: it multiplies own rows first, then the peers' as they arrive."""
     agree(group, "all_gather_linear", x, x.shape[1], counts)
-    return launch(group, x, "all_gather_linear", x, ws, counts=counts, biases=biases, keep=keep)
+    used = ws or [x.new_empty(0, x.shape[1])]  # only to gather: a product without features
+    ys, whole = launch(group, x, "all_gather_linear", x, used, counts=counts, bias=biases or None)
+    return ys[: len(ws)], whole if keep else None
 
 
 IMPLEMENTATIONS = {"reference": reference, "chunked": chunked, "host": host, "triton": triton}
