@@ -175,6 +175,7 @@ def two_shots(
                     out, peer, first, rows, column_block * BLOCK_N, width, table, rank, channel,
                     summed - 2, alive, WORLD, STRIDE, DEPTH, CHUNK, BLOCK_M, BLOCK_N, BLOCK,
                 )  # fmt: skip
+        if turn > 0:  # in the first of these turns nothing has been sent
             publish(table, rank, channel, CREDIT, summed - 2, alive, WORLD, STRIDE, LANES)
         turn += 1
     leave(table, rank, channel, begin + 2 * turns + 2, alive, STRIDE)
