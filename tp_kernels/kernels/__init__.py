@@ -10,6 +10,11 @@ what their ranks were called with: shapes and dtypes that differ are the caller'
 from .all_gather import all_gather
 from .all_reduce import all_reduce
 from .all_reduce_rms_norm import all_reduce_rms_norm
+from .cross_entropy import (
+    CrossEntropyOptions,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_cross_entropy_backward,
+)
 from .gated import geglu, geglu_backward, swiglu, swiglu_backward
 from .linear_all_reduce import linear_all_reduce
 from .linear_reduce_scatter import linear_reduce_scatter
@@ -19,6 +24,7 @@ from .rotary import rotary, rotary_backward
 from .workspace import Workspace, WorkspaceShape
 
 __all__ = [
+    "CrossEntropyOptions",
     "Workspace",
     "WorkspaceShape",
     "all_gather",
@@ -37,4 +43,6 @@ __all__ = [
     "rotary_backward",
     "swiglu",
     "swiglu_backward",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_cross_entropy_backward",
 ]

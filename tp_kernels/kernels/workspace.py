@@ -34,6 +34,7 @@ OPERATIONS = {
     "all_reduce_rms_norm": 4,
     "linear_reduce_scatter": 5,
     "linear_all_reduce": 6,
+    "cross_entropy": 7,
 }
 
 WARPS = 8  # of kernels that only move and add
