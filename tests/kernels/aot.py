@@ -25,6 +25,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from tests.kernels import aot_local
+from tests.kernels.aot_local import AMD, FORMS
+
 TABLE = Path(__file__).with_name("resources.json")
 # Shared memory that a block can have, in bytes (CUDA C++ Programming Guide, technical specifications).
 ARCHITECTURES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
@@ -37,20 +40,31 @@ _TRITON = Path(triton.__file__).parent
 
 @dataclass(frozen=True)
 class Configuration:
-    """A kernel as it is launched on a GPU: module.function, element type, ranks.
+    """A kernel as it is launched on a GPU: module.function, element type, ranks; 0 if it has no signals.
 
-    Of matrix products also the rows, "few" or "many", and whether W is transposed in memory.
+    Of matrix products also the rows, "few" or "many", and whether W is transposed in memory; of kernels
+    without signals the form, see aot_local.py.
     """
 
     kernel: str
     element: str
-    world: int
+    world: int = 0
     rows: str = ""
     transposed: bool = False
+    form: str = ""
 
     def __str__(self) -> str:
-        more = f" {self.rows} rows" * bool(self.rows) + " transposed" * self.transposed
-        return f"{self.kernel} {self.element} W={self.world}{more}"
+        more = f" W={self.world}" * bool(self.world) + f" {self.form}" * bool(self.form)
+        more += f" {self.rows} rows" * bool(self.rows) + " transposed" * self.transposed
+        return f"{self.kernel} {self.element}{more}"
+
+    @property
+    def architectures(self) -> list[int | str]:
+        return [*ARCHITECTURES] if self.world else [*ARCHITECTURES, *AMD]
+
+
+def label(architecture: int | str) -> str:
+    return architecture if isinstance(architecture, str) else f"sm_{architecture}"
 
 
 def configurations() -> Iterator[Configuration]:
@@ -64,6 +78,11 @@ def configurations() -> Iterator[Configuration]:
             yield from _products(element, world)
         for element in ("i8", "i16", "i32", "i64"):
             yield Configuration("all_gather.gather", element, world)
+        yield Configuration("cross_entropy.combine", "fp32", world)
+    for kernel, forms in FORMS.items():
+        for form in forms:
+            for element in ("fp32", "bf16", "fp16"):
+                yield Configuration(kernel, element, form=form)
 
 
 def _products(element: str, world: int) -> Iterator[Configuration]:
@@ -76,7 +95,7 @@ def _products(element: str, world: int) -> Iterator[Configuration]:
 
 @dataclass(frozen=True)
 class Compiled:
-    """PTX and what a block takes."""
+    """PTX, or the assembly of AMD, and what a block takes."""
 
     ptx: str
     registers: int
@@ -88,35 +107,36 @@ class Compiled:
         return {"registers": self.registers, "shared": self.shared}
 
 
-SIZES = ("count", "part", "rows", "width", "small", "larger", "most")
+SIZES = ("count", "part", "rows", "width", "small", "larger", "most", *aot_local.SIZES)
 
 
 def build(
     configuration: Configuration,
-    architecture: int,
+    architecture: int | str,
     package: str = "tp_kernels.kernels",
     *,
     of_one: bool = False,
     wide: bool = False,
 ) -> Compiled:
-    """Compile for sm_<architecture> as `Workspace.launch` would, with aligned arguments.
+    """Compile for an architecture as `Workspace.launch` would, or `_launch.launch`, with aligned arguments.
 
     of_one: all sizes are 1, which Triton makes constants of; wide: sizes beyond 2^31, which are int64.
     """
     name, _, function = configuration.kernel.partition(".")
     module = importlib.import_module(f"{package}.{name}")
     workspace = importlib.import_module(f"{package}.workspace")
-    shape = workspace.WorkspaceShape(configuration.world)
+    shape = workspace.WorkspaceShape(configuration.world or 1)
     itemsize = {"i8": 1, "i16": 2, "i64": 8, "bf16": 2, "fp16": 2}.get(configuration.element, 4)
     warps, block = workspace.WARPS, 32 * workspace.WARPS * 16 // itemsize
     constants: dict[str, Any] = {
-        "OPERATION": workspace.OPERATIONS[name],
+        "OPERATION": workspace.OPERATIONS.get(name),
         "WORLD": shape.world,
         "STRIDE": shape.stride,
         "DEPTH": shape.depth,
         "CHUNK": shape.chunk,
         "LANES": 32 * warps,
         "BLOCK": block,
+        "SMOOTHED": True,
     }
     options = {"num_warps": warps, "maxnreg": workspace.MOST_REGISTERS}
     if configuration.rows:
@@ -126,20 +146,24 @@ def build(
         constants |= {"x_inner": 1, "w_row" if configuration.transposed else "w_inner": 1}
         options = {"num_warps": tiling.warps, "maxnreg": gemm.REGISTERS}
         options["num_stages"] = tiling.stages
+    if not configuration.world:
+        constants = FORMS[configuration.kernel][configuration.form]
+        options = aot_local.options(architecture)
     kernel = getattr(module, function)
     if of_one:
-        constants |= {size: 1 for size in SIZES if size in kernel.arg_names}
-        constants |= {name: None for name in ("bias", "residual") if name in kernel.arg_names}
+        constants = constants | {size: 1 for size in SIZES if size in kernel.arg_names}
+        constants |= {n: None for n in ("bias", "residual", "ds") if n in kernel.arg_names}
     pointer = f"*{configuration.element}"
-    kinds = {"table": "*i64", "record": "*i32", "timeout": "i64", "epsilon": "fp32"}
+    kinds = {"table": "*i64", "record": "*i32", "timeout": "i64"} | aot_local.KINDS
     kinds |= dict.fromkeys(SIZES, "i64" if wide else "i32")
-    kinds |= dict.fromkeys(("x", "w", "out", "y", "s", "bias", "residual", "weight"), pointer)
+    kinds |= dict.fromkeys(("w", *aot_local.ELEMENTS), pointer)
     signature = {
         argument: "constexpr" if argument in constants else kinds.get(argument, "i32")
         for argument in kernel.arg_names
     }
     # What Triton finds out about addresses, sizes, widths and strides that 16 divides.
     names = ["part", "width", "count", "small", "most", "inner", "x_row", "w_row", "w_inner"]
+    names += aot_local.ALIGNED
     aligned = {a for a, kind in signature.items() if kind[0] == "*"} | set(names)
     aligned -= {a for a, kind in signature.items() if kind == "constexpr"}
     aligned -= {kernel.arg_names[p.num] for p in kernel.params if p.do_not_specialize}
@@ -150,6 +174,10 @@ def build(
         {(position[a],): value for a, value in constants.items() if a in position},
         {(position[a],): [["tt.divisibility", 16]] for a in aligned & signature.keys()},
     )
+    if architecture in AMD:
+        target = GPUTarget("hip", architecture, 64)
+        result = triton.compile(source, target=target, options=options)
+        return Compiled(result.asm["amdgcn"], **aot_local.amd_usage(result))
     target = GPUTarget("cuda", architecture, 32)
     result = triton.compile(source, target=target, options=options)
     usage = _resource_usage(result.asm["cubin"])
@@ -171,13 +199,17 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
     return {key: int(value) for key, value in re.findall(r"(\w+):(\d+)", text)}
 
 
-def problems(configuration: Configuration, compiled: Compiled, architecture: int) -> list[str]:
-    """What must not be in the machine code of a kernel with signals."""
+def problems(
+    configuration: Configuration, compiled: Compiled, architecture: int | str
+) -> list[str]:
+    """What must not be in the machine code of a kernel."""
     found = []
     if compiled.spilled:
         found.append(f"{compiled.spilled} bytes of registers are spilled")
-    if compiled.shared > ARCHITECTURES[architecture]:
+    if compiled.shared > (ARCHITECTURES | AMD)[architecture]:
         found.append(f"{compiled.shared} bytes of shared memory")
+    if not configuration.world:
+        return found + aot_local.problems(configuration.kernel, compiled.ptx)
     if not re.search(r"st\.global\.(v4\.b32|v2\.b64)", compiled.ptx):
         found.append("no store of 16 bytes")
     unit = MATRIX_UNITS[architecture]
@@ -229,18 +261,21 @@ def main() -> int:
     recorded = {} if write else read_table()
     table: dict[str, dict[str, dict[str, int]]] = {}
     bad = 0
-    print(f"{'registers / shared bytes':40}" + "".join(f"{f'sm_{a}':>14}" for a in ARCHITECTURES))
+    every = [*ARCHITECTURES, *AMD]
+    print(f"{'registers / shared bytes':40}" + "".join(f"{label(a):>14}" for a in every))
     for configuration in configurations():
         line, notes = f"{configuration!s:40}", []
-        for architecture in ARCHITECTURES:
+        for architecture in configuration.architectures:
             compiled = build(configuration, architecture)
             notes += problems(configuration, compiled, architecture)
-            row = table.setdefault(f"sm_{architecture}", {})
+            row = table.setdefault(label(architecture), {})
             row[str(configuration)] = compiled.resources
             line += f"{f'{compiled.registers} / {compiled.shared}':>14}"
-            old = recorded.get(f"sm_{architecture}", {}).get(str(configuration))
+            old = recorded.get(label(architecture), {}).get(str(configuration))
             if recorded and old != compiled.resources:
-                notes.append(f"sm_{architecture}: recorded is {old}; if this is meant, use --write")
+                notes.append(
+                    f"{label(architecture)}: recorded is {old}; if this is meant, use --write"
+                )
         print(line)
         for note in notes:
             print(f"    {note}")
