@@ -16,9 +16,9 @@ from tests.kernels.elementwise_body import close, leaves, module, small, w
 from tests.oracle import digest
 
 VOCAB = 37
-# Columns of each rank, by number of ranks: unequal, also none. In `PADDED` more than the vocabulary has.
-SHARDS = {1: (37,), 2: (30, 7), 3: (20, 0, 17)}
-PADDED = {1: (40,), 2: (20, 20), 3: (16, 16, 16)}
+# Columns of each rank, by number of ranks: unequal; more than the vocabulary has, and none.
+SHARDS = {1: (37,), 2: (30, 7), 3: (11, 20, 6)}
+PADDED = {1: (40,), 2: (20, 20), 3: (30, 0, 10)}
 ROWS = 21  # more than two channels of the chunk below have in a round
 IGNORED = -100
 

@@ -179,7 +179,7 @@ def combine(
                     tl.float32, table, source, rank, channel, epoch, 3 * part + offsets, mask,
                     WORLD, STRIDE, DEPTH, CHUNK,
                 )  # fmt: skip
-            label = tl.load(labels + first + offsets, mask=mask, other=0)
+            label = tl.load(labels + first + offsets, mask=mask, other=ignore_index)
             ignored = label == ignore_index
             known = ignored | ((label >= 0) & (label < vocab))
             sums = tl.where(known, tl.where(ignored, 1.0, sums), float("nan"))
@@ -204,7 +204,7 @@ def gradient(
 ):  # fmt: skip
     """logits [rows, columns], of which `width` are no padding, become their gradient; d_loss [rows]."""
     row, column, mask = tile_at(rows, columns, ROWS, COLUMNS)
-    label = tl.load(labels + row, mask=row < rows, other=0)
+    label = tl.load(labels + row, mask=row < rows, other=ignore_index)
     base = tl.load(saved + row, mask=row < rows, other=0.0)
     sums = tl.load(saved + rows + row, mask=row < rows, other=1.0)
     scale = tl.load(d_loss + row, mask=row < rows, other=0.0)
