@@ -24,6 +24,7 @@ from tp_kernels.comm.errors import CollectiveTimeoutError, ShapeError, Unsupport
 from tp_kernels.comm.layout import split_sizes
 
 from ._device import INTERPRETED
+from ._launch import DTYPES, check_device
 from ._signals import CREDIT, DONE, EPOCH, MOST_RANKS, READY, RECORD, SIGNAL_BYTES
 
 # How the record of a failed wait names the operation. Codes are those of nothing else.
@@ -36,8 +37,8 @@ OPERATIONS = {
     "linear_all_reduce": 6,
     "all_gather_linear": 7,
     "all_gather_weight_gradient": 8,
+    "cross_entropy": 9,
 }
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 WARPS = 8  # of kernels that only move and add
 # Of a thread. Without a limit ptxas makes room for more blocks per multiprocessor and spills for it, even
@@ -219,11 +220,7 @@ class Workspace:
         """
         if INTERPRETED:
             self.check()
-        elif self.table.is_cpu:
-            raise UnsupportedError(
-                f"{operation} on rank {self.rank}: CPU tensors need the Triton interpreter; set "
-                "TRITON_INTERPRET=1 before tp_kernels.kernels is imported"
-            )
+        check_device(f"{operation} on rank {self.rank}", self.table.device)
         kernel[(programs,)](
             *arguments,
             self.table,
