@@ -181,7 +181,7 @@ def back_to_back(package: str, operation: str, late: int, **options: Any) -> lis
         digests = []
         for seed, rows in enumerate((5, 13, 2)):
             if k.group.rank == late:
-                time.sleep(0.15)
+                time.sleep(0.3)
             digests += check(k, operation, (rows, 12), torch.float32, seed)
         return digests
 
@@ -339,10 +339,12 @@ def layouts() -> None:
 
 
 def of_copy(directory: str, package: str, test: str, *args: Any, **options: Any) -> Any:
-    """Run a body of this file with the kernels of `package` in `directory`."""
+    """Run a body, "file.function", with the kernels of `package` in `directory`."""
+    file, _, function = test.partition(".")
     sys.path.insert(0, directory)
     try:
         importlib.invalidate_caches()
-        return globals()[test](package, *args, **options)
+        module = importlib.import_module(f"tests.kernels.{file}")
+        return getattr(module, function)(package, *args, **options)
     finally:
         sys.path.remove(directory)

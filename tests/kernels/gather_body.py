@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from random import Random
 from typing import Any
 from unittest import mock
@@ -162,20 +162,18 @@ def slow_rank(package: str, operation: str, slow: int, **options: Any) -> None:
 
 
 @contextmanager
-def producer(
-    problem: Problem, seed: int, seconds: float, last: int | None = None
-) -> Iterator[None]:
-    """A thread gathers instead of the programs of the kernel, which is launched without those.
+def producer(problem: Problem, seed: int, last: int | None = None) -> Iterator[None]:
+    """Gathers instead of the programs of the kernel, which is launched without those.
 
-    The channels' chunks come in any order, each `seconds` after the one before; `last`: so many in all.
+    One chunk comes whenever a program waits, so what it does not wait for is not there. The channels' chunks
+    come in any order; with seed 0 those of the last channel first. `last`: so many in all.
     """
     k, workspace = problem.k, problem.k.workspace
-    real, threads = workspace.launch, []
+    signals, real = k.module("_signals"), workspace.launch
 
-    def gather(part: int, channels: int) -> None:
-        done = k.module("_signals").DONE.value
+    def deliveries(part: int, channels: int) -> Iterator[None]:
         flags = [
-            workspace.local[c * workspace.shape.stride + done :][:4].view(torch.int32)
+            workspace.local[c * workspace.shape.stride + signals.DONE.value :][:4].view(torch.int32)
             for c in range(channels)
         ]
         chunks = -(-max(problem.counts) * problem.inner // part)
@@ -183,39 +181,38 @@ def producer(
         order = Random(seed)
         starts = [sum(problem.counts[:peer]) * problem.inner for peer in range(len(problem.xs))]
         for _ in range(chunks if last is None else last):
-            time.sleep(seconds)
-            c = order.choice([c for c in pending if pending[c]])
+            left = [c for c in pending if pending[c]]
+            c = order.choice(left) if seed else left[-1]
             chunk = pending[c].pop(0)
             for start, x in zip(starts, problem.xs, strict=True):
                 piece = x.view(-1)[chunk * part : (chunk + 1) * part]
                 at = start + chunk * part
                 problem.gathered.view(-1)[at : at + len(piece)] = piece
             flags[c] += 1
+            yield
 
     def launch(kernel: Any, operation: str, programs: int, *args: Any, **constants: Any) -> None:
-        names = kernel.arg_names
-        part, channels, senders = (names.index(name) for name in ("part", "channels", "senders"))
-        thread = threading.Thread(target=gather, args=(args[part], args[channels]))
-        threads.append(thread)
-        thread.start()
+        part, channels, senders = (
+            kernel.arg_names.index(name) for name in ("part", "channels", "senders")
+        )
+        arrivals = deliveries(args[part], args[channels])
         changed = list(args)
         changed[senders] = 0
-        real(kernel, operation, programs - args[channels], *changed, **constants)
+        with mock.patch.object(signals, "rest", partial(next, arrivals, None)):
+            real(kernel, operation, programs - args[channels], *changed, **constants)
 
     with mock.patch.object(workspace, "launch", launch):
-        try:
-            yield
-        finally:
-            for thread in threads:
-                thread.join()
+        yield
 
 
-def chunks_in_any_order(package: str, operation: str, shape: tuple[int, int], unit: int) -> None:
+def chunks_in_any_order(
+    package: str, operation: str, shape: tuple[int, int], unit: int, **options: Any
+) -> None:
     """Products of tiles begin when exactly their rows are there, also if they are of several ranks."""
-    with kernels(package, chunk=128, channels=3) as k:
+    with kernels(package, chunk=128, channels=3, **options) as k:
         for seed in range(4):
             problem = Problem(k, shape, (3,), torch.float32, seed, unit)
-            with producer(problem, seed, 0.01):
+            with producer(problem, seed):
                 problem.run(operation, seed)
         signals = k.module("_signals")
         region = k.workspace.local.view(k.workspace.shape.channels, -1)
@@ -227,7 +224,7 @@ def own_rows_first(package: str) -> None:
     """Nothing arrives: the products of own rows are there all the same, those of others are not begun."""
     with kernels(package, chunk=128, channels=3, timeout=0.3) as k:
         problem = Problem(k, (48 * k.group.size, 4), (20,), torch.float32, 0)
-        with producer(problem, 0, 0.0, last=0), gives_up("the rows that its own program "):
+        with producer(problem, 0, last=0), gives_up("the rows that its own program "):
             problem.linear(0)
         expected = k.module("all_gather_linear").reference(problem.xs, problem.ws, [None])[0]
         mine = slice(48 * k.group.rank, 48 * (k.group.rank + 1))
