@@ -28,13 +28,15 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 import torch
 import triton
 
-from tests.gpu.checks import collect, healthy
-from tests.gpu.runner import Check, Outcome, Runner
+from tests.gpu.checks import collect, probe
+from tests.gpu.runner import Check, Outcome, Runner, prepare
 from tp_kernels.bench.environment import environment
 
 ROOT = Path(__file__).parents[2]
 SCHEMA = "tp_kernels.gpu_check/1"
 NO_DEVICE = "no CUDA device"
+# Each takes half a GiB of the device.
+MOST_PROCESSES, PREPARE_SECONDS = 12, 120
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,6 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(checks: Sequence[Check], seconds: float) -> list[Outcome]:
     begin, done = monotonic(), 0
+    ahead = [check.name for check in checks if check.prepare is not None]
+    processes = min(len(os.sched_getaffinity(0)), len(ahead), MOST_PROCESSES)
+    if processes > 1:
+        prepare(collect, ahead, processes, PREPARE_SECONDS)
+        print(
+            f"[{monotonic() - begin:6.1f} s] compiled ahead, in {processes} processes", flush=True
+        )
 
     def progress(outcome: Outcome) -> None:
         nonlocal done
@@ -76,7 +85,7 @@ def run(checks: Sequence[Check], seconds: float) -> list[Outcome]:
             flush=True,
         )
 
-    return Runner(collect, healthy, seconds).run(checks, progress)
+    return Runner(collect, probe, seconds - (monotonic() - begin)).run(checks, progress)
 
 
 def short(outcome: Outcome) -> str:

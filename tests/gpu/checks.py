@@ -13,10 +13,6 @@ def collect() -> list[Check]:
     return [*correctness.checks(), *processes.checks(), *times.checks()]
 
 
-def healthy() -> bool:
-    """Whether the device of this process still works."""
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError:
-        return False
-    return True
+def probe() -> None:
+    """Raises if the device of this process does not work any more."""
+    torch.cuda.synchronize()

@@ -9,7 +9,9 @@ from __future__ import annotations
 import multiprocessing
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from time import monotonic
 from typing import Any
@@ -28,11 +30,13 @@ class Check:
         name: unique.
         run: returns what is to be kept; raises what went wrong.
         seconds: limit.
+        prepare: what of it can be done ahead and beside that of other checks, as compiling is.
     """
 
     name: str
     run: Callable[[], Any]
     seconds: float = 60.0
+    prepare: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -46,18 +50,33 @@ class Outcome:
     data: Any = None
 
 
+def prepare(
+    collect: Callable[[], Sequence[Check]], names: Sequence[str], processes: int, seconds: float
+) -> None:
+    """Prepare the checks of these names, in `processes` processes; what is not done in time is left."""
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        pool.map_async(partial(_prepare, collect), names, chunksize=1).wait(seconds)
+
+
+def _prepare(collect: Callable[[], Sequence[Check]], name: str) -> None:
+    for check in collect():
+        if check.name == name and check.prepare is not None:
+            with suppress(Exception):  # the check will say it
+                check.prepare()
+
+
 @dataclass
 class Runner:
     """Runs checks, one after the other.
 
     Args:
         collect: a function at the top of a module that returns the checks, in any process.
-        healthy: likewise, whether checks can go on in this process after one has failed.
+        probe: likewise; raises if no check can go on in this process, after one has failed.
         budget: seconds for all; checks that have not begun by then fail.
     """
 
     collect: Callable[[], Sequence[Check]]
-    healthy: Callable[[], bool]
+    probe: Callable[[], None]
     budget: float = float("inf")
     _worker: _Worker | None = field(default=None, init=False)
 
@@ -83,7 +102,7 @@ class Runner:
         status, message, data, healthy = "failed", "", None, False
         try:
             if self._worker is None:
-                self._worker = _Worker(self.collect, self.healthy)
+                self._worker = _Worker(self.collect, self.probe)
                 begin = monotonic()
             answer = self._worker.ask(check.name, limit)
             if answer is None:
@@ -105,10 +124,10 @@ class Runner:
 class _Worker:
     """A process that runs checks by name."""
 
-    def __init__(self, collect: Callable[[], Sequence[Check]], healthy: Callable[[], bool]) -> None:
+    def __init__(self, collect: Callable[[], Sequence[Check]], probe: Callable[[], None]) -> None:
         context = multiprocessing.get_context("spawn")  # a device does not survive a fork
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, collect, healthy))
+        self._process = context.Process(target=_serve, args=(theirs, collect, probe))
         self._process.start()
         theirs.close()
         if not self._pipe.poll(START_SECONDS):
@@ -123,12 +142,12 @@ class _Worker:
 
     def end(self) -> None:
         self._process.kill()
-        self._process.join()
+        self._process.join(10)
         self._pipe.close()
 
 
 def _serve(
-    pipe: Connection, collect: Callable[[], Sequence[Check]], healthy: Callable[[], bool]
+    pipe: Connection, collect: Callable[[], Sequence[Check]], probe: Callable[[], None]
 ) -> None:
     checks = {check.name: check for check in collect()}
     pipe.send("ready")
@@ -140,5 +159,13 @@ def _serve(
         try:
             answer = ("passed", "", checks[name].run(), True)
         except Exception:
-            answer = ("failed", traceback.format_exc(), None, healthy())
+            answer = ("failed", traceback.format_exc(), None, _works(probe))
         pipe.send(answer)
+
+
+def _works(probe: Callable[[], None]) -> bool:
+    try:
+        probe()
+    except Exception:
+        return False
+    return True

@@ -13,7 +13,7 @@ import pytest
 from tests import check_counts
 from tests.gpu import __main__ as command
 from tests.gpu import checks
-from tests.gpu.runner import Check, Outcome, Runner
+from tests.gpu.runner import Check, Outcome, Runner, prepare
 
 
 def fail() -> None:
@@ -28,20 +28,26 @@ def collect() -> list[Check]:
         Check("die", lambda: os.kill(os.getpid(), signal.SIGKILL)),
         Check("after", os.getpid),
         Check("again", os.getpid),
+        Check("write", lambda: None, prepare=write),
+        Check("not prepared", lambda: None, prepare=fail),
     ]
 
 
-def healthy() -> bool:
-    return True
+def write() -> None:
+    Path(os.environ["PREPARED"]).touch()
 
 
-def broken() -> bool:
-    return False
+def healthy() -> None:
+    pass
+
+
+def broken() -> None:
+    raise RuntimeError("an illegal memory access was encountered")
 
 
 def test_a_check_that_hangs_or_dies_costs_only_itself():
     seen: list[Outcome] = []
-    outcomes = Runner(collect, healthy).run(collect(), seen.append)
+    outcomes = Runner(collect, healthy).run(collect()[:6], seen.append)
     assert seen == outcomes
     assert [outcome.status for outcome in outcomes] == [
         "passed",
@@ -56,6 +62,12 @@ def test_a_check_that_hangs_or_dies_costs_only_itself():
     assert "the process ended" in messages[3]
     first, *_, after, again = (outcome.data for outcome in outcomes)
     assert first != after == again
+
+
+def test_prepare(tmp_path, monkeypatch):
+    monkeypatch.setenv("PREPARED", str(tmp_path / "file"))
+    prepare(collect, ["write", "not prepared"], 2, 60)
+    assert (tmp_path / "file").exists()
 
 
 def test_a_broken_device_is_left():

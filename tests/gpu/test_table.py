@@ -30,11 +30,12 @@ def test_operands_of_every_shape(name):
 def test_wrong_results_are_found():
     kernel = KERNELS["all_reduce_1"]
     operands = draw(kernel, 2, (7, 5), DTYPES["fp32"], 0)
-    (answer,), _ = kernel.answers(operands)
+    answers = kernel.answers(operands)
+    (answer,), _ = answers
     right, wrong = answer.value, answer.value.clone()
     wrong[3, 1] = torch.nextafter(wrong[3, 1], torch.tensor(9.0))
-    assert faults(kernel, {0: (right,), 1: (right.clone(),)}, operands) == []
-    assert faults(kernel, {0: (right,), 1: (wrong,)}, operands) == [
+    assert faults(kernel, {0: (right,), 1: (right.clone(),)}, answers) == []
+    assert faults(kernel, {0: (right,), 1: (wrong,)}, answers) == [
         "rank 1, result 0: 1 of 35 differ, first at [[3, 1]]",
         "ranks have different bits",
     ]

@@ -15,7 +15,8 @@ Kernels of all ranks have to run at the same time, or one waits for another that
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -36,11 +37,11 @@ def resident_channels(world: int, multiprocessors: int, asked: int | None = None
     Raises:
         ShapeError: programs of `world` kernels would not all be resident.
     """
-    most = multiprocessors // world
-    if most < 1:
+    if not 1 <= world <= multiprocessors:
         raise ShapeError(
             f"{world} virtual ranks need {world} multiprocessors, the device has {multiprocessors}"
         )
+    most = multiprocessors // world
     if asked is not None and asked > most:
         raise ShapeError(
             f"channels={asked}: {world} virtual ranks on {multiprocessors} multiprocessors can have "
@@ -106,13 +107,6 @@ class VirtualRanks:
         self.workspaces = workspaces_of_one_process(
             self.shape, self.device, timeout=timeout, epoch=epoch
         )
-        # In the same memory, and failed from the start: their kernels send nothing and wait for nobody.
-        self._rehearsal = [
-            Workspace(self.shape, one.rank, one.local, self.workspaces[0].table.tolist())
-            for one in self.workspaces
-        ]
-        for workspace in self._rehearsal:
-            workspace.record.fill_(2)
         self.streams = [torch.cuda.Stream(self.device) for _ in range(world)]
         torch.cuda.synchronize(self.device)  # regions are zero before any stream uses them
 
@@ -121,16 +115,33 @@ class VirtualRanks:
 
         Streams do not wait for what the caller has launched before either.
         """
-        return self._launch(function, self.workspaces)
+        results = []
+        for workspace, stream in zip(self.workspaces, self.streams, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(function(workspace.rank, workspace))
+        return results
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Kernels launched meanwhile, also by graphs, send nothing, wait for nobody and write no results.
+
+        Raises:
+            CollectiveTimeoutError: as `check`, before.
+        """
+        self.check()
+        self._set_records(2)  # as after a failed wait, see _signals.py
+        try:
+            yield
+        finally:
+            self._set_records(0)
 
     def rehearse(self, function: Callable[[int, Workspace], T]) -> list[T]:
-        """Compile, load and allocate what `function` needs; its kernels end without effect.
+        """Compile, load and allocate what `function` needs, without an effect.
 
         Returns its results, whose values are undefined: memory for as many is at hand once they are gone.
         """
-        results = self._launch(function, self._rehearsal)
-        torch.cuda.synchronize(self.device)
-        return results
+        with self.muted():
+            return self.launch(function)
 
     def run(self, function: Callable[[int, Workspace], T]) -> list[T]:
         """Rehearse and launch; returns the results by rank when all kernels have ended.
@@ -138,14 +149,13 @@ class VirtualRanks:
         Raises:
             CollectiveTimeoutError: a kernel gave up a wait.
         """
-        torch.cuda.synchronize(self.device)  # the caller's operands are there
         self.rehearse(function)
         results = self.launch(function)
         self.check()
         return results
 
     def check(self) -> None:
-        """Wait for all ranks and raise if a kernel has given up a wait.
+        """Wait for the device and raise if a kernel has given up a wait.
 
         Raises:
             CollectiveTimeoutError: of the lowest rank that has.
@@ -154,11 +164,8 @@ class VirtualRanks:
         for workspace in self.workspaces:
             workspace.check()
 
-    def _launch(
-        self, function: Callable[[int, Workspace], T], workspaces: list[Workspace]
-    ) -> list[T]:
-        results = []
-        for workspace, stream in zip(workspaces, self.streams, strict=True):
-            with torch.cuda.stream(stream):
-                results.append(function(workspace.rank, workspace))
-        return results
+    def _set_records(self, state: int) -> None:
+        torch.cuda.synchronize(self.device)
+        for workspace in self.workspaces:
+            workspace.record.fill_(state)
+        torch.cuda.synchronize(self.device)
