@@ -24,7 +24,7 @@ WORLDS = (2, 4, 8)
 # Channels: so few that a call takes many rounds of each, and as many as there can be.
 FEW_AND_MANY = (2, None)
 # Of a captured graph: how often it is replayed, on how many different inputs, and how often looked at.
-REPLAYS, INPUTS, EVERY = 1000, 4, 50
+REPLAYS, INPUTS, EVERY = 1000, 4, 49
 # Cycles that a late rank sleeps, about half a millisecond.
 LATE = 1_000_000
 
