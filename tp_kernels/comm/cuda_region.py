@@ -116,7 +116,8 @@ class CudaRegion:
 
     Raises:
         ShapeError: the ranks ask for different sizes.
-        UnsupportedError: `cuda_obstacle` has found one, or a rank has no room for the region.
+        UnsupportedError: `cuda_obstacle` has found one, a rank has no room for the region, or torch cannot
+            map it. What breaks inside torch on one rank, the others notice when torch's store gives up.
     """
 
     def __init__(self, group: ParallelGroup, nbytes: int, device: torch.device | str) -> None:
