@@ -41,6 +41,7 @@ PRODUCTS = (
     "linear_all_reduce.two_shots",
     "all_gather_linear.gather_and_multiply",
 )
+BY_SWITCH = "linear_all_reduce.by_switch"
 GRADIENT = "all_gather_weight_gradient.gather_and_accumulate"
 # What multiplies 16-bit matrices.
 MATRIX_UNITS = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
@@ -62,15 +63,18 @@ class Configuration:
     transposed: bool = False
     pairs: int = 1
     form: str = ""
+    tma: bool = False
 
     def __str__(self) -> str:
         more = f" W={self.world}" * bool(self.world) + f" {self.form}" * bool(self.form)
         more += f" {self.shape}" * bool(self.shape) + " transposed" * self.transposed
-        more += f" x{self.pairs}" * (self.pairs > 1)
+        more += f" x{self.pairs}" * (self.pairs > 1) + " TMA" * self.tma
         return f"{self.kernel} {self.element}{more}"
 
     @property
     def architectures(self) -> list[int | str]:
+        if self.tma or self.kernel == BY_SWITCH:
+            return [architecture for architecture in ARCHITECTURES if architecture >= 90]
         return [*ARCHITECTURES] if self.world else [*ARCHITECTURES, *AMD]
 
 
@@ -98,12 +102,17 @@ def configurations() -> Iterator[Configuration]:
 
 def _products(element: str, world: int) -> Iterator[Configuration]:
     yield Configuration(GRADIENT, element, world, "gradient")
+    yield Configuration(BY_SWITCH, element, world, "many")
+    if element == "bf16":
+        yield Configuration(GRADIENT, element, world, "gradient", tma=True)
     for kernel in PRODUCTS:
         yield Configuration(kernel, element, world, "few")
         yield Configuration(kernel, element, world, "many")
         if element == "bf16":
             yield Configuration(kernel, element, world, "many", transposed=True)
             yield Configuration(kernel, element, world, "many", True, 3)
+            yield Configuration(kernel, element, world, "many", tma=True)
+            yield Configuration(kernel, element, world, "many", True, tma=True)
 
 
 @dataclass(frozen=True)
@@ -156,7 +165,12 @@ def build(
     options = {"num_warps": warps, "maxnreg": workspace.MOST_REGISTERS}
     pointer = f"*{configuration.element}"
     # Triton finds out which addresses, sizes, widths and strides 16 divides: "/16".
-    kinds: dict[str, Any] = {"table": "*i64/16", "record": "*i32/16", "timeout": "i64"}
+    kinds: dict[str, Any] = {
+        "multicast": "i64",
+        "table": "*i64/16",
+        "record": "*i32/16",
+        "timeout": "i64",
+    }
     kinds |= dict.fromkeys(SIZES, "i64" if wide else "i32")
     kinds |= dict.fromkeys(ALIGNED, ("i64" if wide else "i32") + "/16")
     kinds |= dict.fromkeys(POINTERS, f"{pointer}/16")
@@ -165,7 +179,10 @@ def build(
         gemm = importlib.import_module(f"{package}._gemm")
         tiling = gemm.TILINGS[architecture, itemsize, configuration.shape]
         constants |= tiling.constants(itemsize) | {"LANES": 32 * tiling.warps}
-        constants |= {"ACTIVATION": "gelu_tanh", "ROWS": 256, "ADD": True}
+        constants |= {"ACTIVATION": "gelu_tanh", "ROWS": 256, "ADD": True, "TMA": ""}
+        if configuration.tma:
+            inner = "inner rows" if configuration.transposed else "inner inner"
+            constants["TMA"] = "rows rows" if configuration.kernel == GRADIENT else inner
         options = {"num_warps": tiling.warps, "maxnreg": gemm.REGISTERS}
         options["num_stages"] = tiling.stages
         pairs = configuration.pairs
@@ -266,19 +283,23 @@ def problems(
     unit = MATRIX_UNITS[architecture]
     if configuration.shape and configuration.element != "fp32" and unit not in compiled.ptx:
         found.append(f"no {unit}")
+    wanted = ["cp.async.bulk.tensor", "fence.proxy.async.global"] if configuration.tma else []
+    if configuration.kernel == BY_SWITCH:
+        wanted += ["multimem.ld_reduce.relaxed.sys", "multimem.st.relaxed.sys"]
+    found += [f"no {instruction}" for instruction in wanted if instruction not in compiled.ptx]
     name, _, function = configuration.kernel.partition(".")
     kernel = getattr(importlib.import_module(f"tp_kernels.kernels.{name}"), function)
     for call, instruction in (("publish", "st.release.sys"), ("observe", "ld.acquire.sys")):
-        wanted = len(re.findall(rf"\b{call}\(", inspect.getsource(kernel.fn)))
+        calls = len(re.findall(rf"\b{call}\(", inspect.getsource(kernel.fn)))
         present = compiled.ptx.count(instruction + ".global.b32")
-        if present < wanted:
-            found.append(f"{present} {instruction} for {wanted} times {call}")
+        if present < calls:
+            found.append(f"{present} {instruction} for {calls} times {call}")
     found += [
         f"{match}: neither acquire nor release at system scope"
         for match in re.findall(
-            # Fences of the matrix units are of registers and shared memory.
-            r"\S*volatile\S*|membar\S*|(?<!\S)fence(?!\.proxy\.async\.shared)\S*"
-            r"|\S+\.(?:acquire|release)\.(?:cta|cluster|gpu)\S*",
+            # Fences between proxies are of matrix units and the tensor memory accelerator.
+            r"\S*volatile\S*|membar\S*|(?<!\S)fence(?!\.proxy\.)\S*"
+            r"|(?<!\S)(?!\S*proxy)\S+\.(?:acquire|release)\.(?:cta|cluster|gpu)\S*",
             compiled.ptx,
         )
     ]

@@ -1,6 +1,6 @@
 """What ranks do in the tests of the products that sum over ranks; see body.py.
 
-"linear_all_reduce_2" is linear_all_reduce in two shots.
+"linear_all_reduce_2" is linear_all_reduce in two shots, "linear_all_reduce_switch" the one by the switch.
 """
 
 from __future__ import annotations
@@ -35,14 +35,20 @@ INNERS = (1, 2, 16, 31, 40)
 
 
 def module_of(k: Kernels, operation: str) -> Any:
-    return k.module(operation.removesuffix("_2"))
+    return k.module(name_of(operation))
+
+
+def name_of(operation: str) -> str:
+    return operation.removesuffix("_2").removesuffix("_switch")
 
 
 def run(k: Kernels, operation: str, x: Any, w: Any, **more: Any) -> Tensor:
     """Into memory full of NaN, so that what nobody writes is seen."""
-    name = operation.removesuffix("_2")
+    name = name_of(operation)
     if name == "linear_all_reduce":
-        more["shots"] = 2 if operation.endswith("_2") else 1
+        shots = operation.removeprefix(f"{name}_")
+        more["shots"] = {"2": 2, "switch": "switch"}.get(shots, 1)
+        k.workspace.multicast = 1  # which the interpreter needs no more of
     first, (width, _) = (x, w.shape) if isinstance(x, Tensor) else (x[0], w[0].shape)
     rows = len(first)
     if name == "linear_reduce_scatter":
@@ -58,7 +64,7 @@ def cases(operation: str, seed: int, each: int) -> list[Case]:
     random = Random(f"{operation} {seed}")
     return [
         Case(
-            operation.removesuffix("_2"),
+            name_of(operation),
             leading=(ROWS[(seed + index) % len(ROWS)],),
             inner=random.choice(INNERS),
             outs=(random.choice(WIDTHS),),
@@ -101,7 +107,11 @@ def bits(
     y = run(k, operation, x, w, bias=used)
     module = module_of(k, operation)
     extra = (k.group.rank,) if operation == "linear_reduce_scatter" else ()
-    expected = module.reference([g[0] for g in given], [g[1] for g in given], used, *extra)
+    by_switch = operation.endswith("switch")
+    added = None if by_switch else used
+    expected = module.reference([g[0] for g in given], [g[1] for g in given], added, *extra)
+    if by_switch and used is not None:
+        expected = expected + used
     k.expect(digest(y) == digest(expected), operation, shape, dtype, seed, k.group.rank)
     return digest(y)
 

@@ -292,6 +292,17 @@ COMPILED = (
         "test_mutant_is_found",
     ),
     Mutant(
+        "rows_not_ordered_before_tma",
+        "_device.order_before_tma",
+        (("fence.proxy.async.global; ", ""),),
+        "test_mutant_is_found",
+        options={
+            "kernel": "all_gather_linear.gather_and_multiply",
+            "shape": "many",
+            "tma": True,
+        },
+    ),
+    Mutant(
         "load_without_acquire",
         "_device.load_acquire",
         (("ld.acquire.sys", "ld.relaxed.sys"),),

@@ -13,12 +13,12 @@ from tp_kernels import CollectiveTimeoutError
 SCATTER, REDUCE, GATHER = "linear_reduce_scatter", "linear_all_reduce", "all_gather_linear"
 GRADIENT = "all_gather_weight_gradient"
 SHAPES = [(3, 5, 4), (33, 5, 4)]  # rows, width, inner; the second bias is used
-TWO = f"{REDUCE}_2"
+TWO, BY_SWITCH = f"{REDUCE}_2", f"{REDUCE}_switch"
 
 
 def sums(test: str, operation: str, *args: Any) -> tuple[str, str, tuple[Any, ...]]:
     """(test, body, its arguments) in the tests of the products that sum over ranks."""
-    file, body = operation.removesuffix("_2"), test
+    file, body = operation.removesuffix("_2").removesuffix("_switch"), test
     return f"test_{file}.{TESTS[test]}", f"gemm_body.{body}", (operation, *args)
 
 
@@ -138,6 +138,22 @@ MUTANTS = (
         2,
         ONE_CHANNEL | DEEP | {"timeout": 1.0},
         CollectiveTimeoutError,
+    ),
+    Mutant(
+        "slices_of_the_switch_too_short",
+        "linear_all_reduce.by_switch",
+        (("(TILE // LINE + WORLD - 1) // WORLD", "TILE // LINE // WORLD"),),
+        *sums("exact", BY_SWITCH, SHAPES),
+        3,
+        DEEP,
+    ),
+    Mutant(
+        "switch_sums_without_waiting",
+        "linear_all_reduce.by_switch",
+        (("READY, sent - 2, alive", "READY, sent - 4, alive"),),
+        *sums("back_to_back", BY_SWITCH, 1),
+        2,
+        DEEP,
     ),
     Mutant(
         "chunk_too_few",

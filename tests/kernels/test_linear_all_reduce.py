@@ -13,6 +13,7 @@ from tp_kernels.kernels.linear_all_reduce import linear_all_reduce
 from tp_kernels.kernels.workspace import Workspace, WorkspaceShape
 
 OPERATION, TWO_SHOTS = "linear_all_reduce", "linear_all_reduce_2"
+BY_SWITCH = "linear_all_reduce_switch"
 # Rows, width, inner: one row, a ragged tile, several for each program.
 SHAPES = [(1, 3, 2), (19, 21, 19), (50, 33, 5)]
 
@@ -38,9 +39,10 @@ def test_bits(interpreted, size):
     alike(interpreted(size).run(body.exact, REAL, OPERATION, SHAPES))
 
 
+@pytest.mark.parametrize("operation", [TWO_SHOTS, BY_SWITCH])
 @pytest.mark.parametrize("size", [2, 3])
-def test_bits_in_two_shots(interpreted, size):
-    alike(interpreted(size).run(body.exact, REAL, TWO_SHOTS, SHAPES, depth=4))
+def test_bits_of_other_ways(interpreted, operation, size):
+    alike(interpreted(size).run(body.exact, REAL, operation, SHAPES, depth=4))
 
 
 def test_two_shots_against_float64(interpreted):
@@ -54,7 +56,7 @@ def test_several_pairs(interpreted, operation):
     alike(interpreted(2).run(body.several_pairs, REAL, operation, depth=4))
 
 
-@pytest.mark.parametrize("operation", [OPERATION, TWO_SHOTS])
+@pytest.mark.parametrize("operation", [OPERATION, TWO_SHOTS, BY_SWITCH])
 @pytest.mark.parametrize(("size", "late"), [(2, 1), (3, 2)])
 def test_back_to_back(interpreted, operation, size, late):
     alike(interpreted(size).run(body.back_to_back, REAL, operation, late, depth=4))
@@ -65,7 +67,7 @@ def test_epochs_wrap(interpreted, operation):
     alike(interpreted(2).run(body.back_to_back, REAL, operation, 0, epoch=2**31 - 3, depth=4))
 
 
-@pytest.mark.parametrize(("operation", "depth"), [(OPERATION, 2), (TWO_SHOTS, 4)])
+@pytest.mark.parametrize(("operation", "depth"), [(OPERATION, 2), (TWO_SHOTS, 4), (BY_SWITCH, 4)])
 @pytest.mark.parametrize("slow", [0, 1])
 def test_slow_rank(interpreted, operation, depth, slow):
     alike(interpreted(2).run(body.slow_rank, REAL, operation, slow, depth=depth))
@@ -93,10 +95,13 @@ def test_shots_refused():
         linear_all_reduce(x, x, workspace, shots=3)
     with pytest.raises(UnsupportedError, match="depth 4"):
         linear_all_reduce(x, x, workspace, shots=2)
+    workspace = one_rank(depth=4)
+    with pytest.raises(UnsupportedError, match="multicast address"):
+        linear_all_reduce(x, x, workspace, shots="switch")
 
 
-def one_rank() -> Workspace:
-    shape = WorkspaceShape(1, channels=1, chunk=64)
+def one_rank(depth: int = 2) -> Workspace:
+    shape = WorkspaceShape(1, channels=1, chunk=64, depth=depth)
     local = torch.zeros(shape.nbytes, dtype=torch.uint8)
     return Workspace(shape, 0, local, [local.data_ptr()])
 

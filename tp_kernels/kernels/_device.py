@@ -77,6 +77,21 @@ if not INTERPRETED:
         """Between two polls."""
 
     @triton.jit
+    def order_before_tma():
+        """What this block has seen others store is there for its loads by the tensor memory accelerator.
+
+        Those go by another way to memory (PTX ISA, async proxy).
+        """
+        tl.inline_asm_elementwise(
+            "fence.proxy.async.global; mov.b32 $0, 0;",
+            "=r",
+            [],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+    @triton.jit
     def widen(x):
         """float32 of a float32, bfloat16 or float16; exact."""
         return x.to(tl.float32)
@@ -114,6 +129,9 @@ else:
 
     def rest():
         time.sleep(1e-3)  # ranks outnumber cores, and the awaited one needs one
+
+    def order_before_tma():
+        pass
 
     # The interpreter's own conversions lose subnormal bfloat16 and round by cutting off.
     def widen(x):

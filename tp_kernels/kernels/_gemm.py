@@ -1,8 +1,9 @@
 """What the fused matrix products have in common: a tile of x W^T, the order of tiles, and tile sizes.
 
-Loads are plain pointers with masks, so any strides and sizes work. They are fast where 16 divides K, N and
-the strides that are not 1. Left for later: TMA descriptors and warp specialisation on sm_90 and sm_100,
-splitting K for few rows, and measured entries in the table below.
+Loads are plain pointers with masks, so any strides and sizes work; they are fast where 16 divides K, N and
+the strides that are not 1. Or they are those of the tensor memory accelerator, from compute capability 9.0,
+where a tiling asks for it and addresses and strides allow it: the same numbers with fewer registers. Left for
+later: warp specialisation, splitting K for few rows, and measured entries in the table below.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.nn.functional import linear
 
 from tp_kernels.comm.errors import ShapeError, UnsupportedError
 
-from ._device import device_function, multiply
+from ._device import device_function, multiply, order_before_tma
 from .workspace import Workspace, check_operand
 
 
@@ -32,6 +33,7 @@ class Tiling:
         programs: at most so many; one for each multiprocessor of the largest device of its kind.
         group: row blocks that are walked together, so that they share what they read of W in the L2 cache.
         senders: of the programs, so many gather rows while the others multiply (all_gather_linear).
+        tma: load with the tensor memory accelerator where operands allow it.
     """
 
     block_m: int
@@ -42,6 +44,7 @@ class Tiling:
     programs: int
     group: int = 8
     senders: int = 16
+    tma: bool = False
 
     def chunk(self, dtype: torch.dtype) -> int:
         """Bytes of a tile on its way to a peer."""
@@ -63,6 +66,7 @@ class Tiling:
 
 # Of a thread: all there are, for accumulators.
 REGISTERS = 255
+TMA_BYTES = 16  # that divide addresses and strides
 
 # Rows of a rank's part up to which the tiles of "few" rows are taken.
 FEW_ROWS = 64
@@ -199,6 +203,30 @@ def check_chunk(operation: str, workspace: Workspace, tiling: Tiling, dtype: tor
         )
 
 
+def tma(tiling: Tiling, xs: Sequence[Tensor], ws: Sequence[Tensor]) -> str:
+    """How `accumulate` loads operands x [.., K] and w [.., K]: which dimension of each is contiguous, or "".
+
+    Of no influence on what is sent, so ranks may differ.
+    """
+    if not tiling.tma:
+        return ""
+    for layout in ("inner inner", "inner rows", "rows rows"):
+        by_x, by_w = layout.split()
+        if _loadable(xs, by_x) and _loadable(ws, by_w):
+            return layout
+    return ""
+
+
+def _loadable(tensors: Sequence[Tensor], contiguous: str) -> bool:
+    unit, other = (1, 0) if contiguous == "inner" else (0, 1)
+    return all(
+        t.stride(unit) == 1
+        and t.stride(other) * t.element_size() % TMA_BYTES == 0
+        and t.data_ptr() % TMA_BYTES == 0
+        for t in tensors
+    )
+
+
 @device_function
 def place(tile, row_blocks, column_blocks, GROUP: tl.constexpr):
     """(row block, column block) of `tile`: down the rows of a group, then to the next column block."""
@@ -220,7 +248,7 @@ def pick(values, index):
 @device_function
 def product(
     operands, first_row, rows, first_column, columns,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """float32 [BLOCK_M, BLOCK_N]: sum over pairs of x w^T, of `rows` rows of x and `columns` rows of w."""
     xs, ws, inners, x_rows, x_inners, w_rows, w_inners = operands
@@ -229,7 +257,7 @@ def product(
         total = accumulate(
             total, pick(xs, pair), pick(ws, pair), first_row, rows, first_column, columns,
             pick(inners, pair), pick(x_rows, pair), pick(x_inners, pair), pick(w_rows, pair),
-            pick(w_inners, pair), BLOCK_M, BLOCK_N, BLOCK_K,
+            pick(w_inners, pair), BLOCK_M, BLOCK_N, BLOCK_K, TMA,
         )  # fmt: skip
     return total
 
@@ -237,7 +265,7 @@ def product(
 @device_function
 def accumulate(
     total, x, w, first_row, rows, first_column, columns, inner, x_row, x_inner, w_row, w_inner,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
     MASK_ROWS: tl.constexpr = False,
 ):  # fmt: skip
     """total + `rows` rows of x times `columns` rows of w, transposed; float32 [BLOCK_M, BLOCK_N].
@@ -246,6 +274,25 @@ def accumulate(
     MASK_ROWS: beyond the rows are zeros, which allows wide loads where x_row is 1. Else there are copies of
     the last row, which cost fewer registers. Beyond the columns are zeros.
     """
+    steps = tl.where(rows > 0, inner, 0)
+    if TMA != "":
+        order_before_tma()
+        x += tl.cast(first_row, tl.int64) * x_row
+        w += tl.cast(first_column, tl.int64) * w_row
+        height, width = tl.maximum(rows, 1), tl.maximum(columns, 1)
+        if TMA == "rows rows":
+            xs = tl.make_tensor_descriptor(x, [inner, height], [x_inner, 1], [BLOCK_K, BLOCK_M])
+        else:
+            xs = tl.make_tensor_descriptor(x, [height, inner], [x_row, 1], [BLOCK_M, BLOCK_K])
+        if TMA == "inner inner":
+            ws = tl.make_tensor_descriptor(w, [width, inner], [w_row, 1], [BLOCK_N, BLOCK_K])
+        else:
+            ws = tl.make_tensor_descriptor(w, [inner, width], [w_inner, 1], [BLOCK_K, BLOCK_N])
+        for start in range(0, steps, BLOCK_K):
+            a = xs.load([start, 0]).T if TMA == "rows rows" else xs.load([0, start])
+            b = ws.load([0, start]).T if TMA == "inner inner" else ws.load([start, 0])
+            total = multiply(a, b, total)
+        return total
     m, n, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     across = k.to(tl.int64)
     within = m if MASK_ROWS else tl.minimum(m, rows - 1)
@@ -253,7 +300,7 @@ def accumulate(
     ws = w + (first_column + n).to(tl.int64)[None, :] * w_row + across[:, None] * w_inner
     x_step = tl.cast(x_inner, tl.int64) * BLOCK_K
     w_step = tl.cast(w_inner, tl.int64) * BLOCK_K
-    for start in range(0, tl.where(rows > 0, inner, 0), BLOCK_K):
+    for start in range(0, steps, BLOCK_K):
         inside = k < inner - start
         x_mask = inside[None, :]
         if MASK_ROWS:

@@ -27,7 +27,7 @@ def send_products(
     table, record, rank, channel, epoch, alive, timeout,
     OPERATION: tl.constexpr, WORLD: tl.constexpr, STRIDE: tl.constexpr, DEPTH: tl.constexpr,
     CHUNK: tl.constexpr, LANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_K: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Every rank's rows of the tile, rounded to TYPE, to that rank; then READY. Returns `alive`."""
     m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
@@ -37,7 +37,8 @@ def send_products(
         owner = (rank + step) % WORLD
         first, rows = rows_at(owner, down, small, larger, unit)
         value = narrow(
-            product(operands, first, rows, right, width - right, BLOCK_M, BLOCK_N, BLOCK_K), TYPE
+            product(operands, first, rows, right, width - right, BLOCK_M, BLOCK_N, BLOCK_K, TMA),
+            TYPE,
         )
         if step == 1:  # not earlier: the first product hides the wait
             alive = observe(
@@ -90,11 +91,11 @@ def sum_tile(
 
 @device_function
 def copy_tile(
-    out, source, first, rows, right, width, table, rank, channel, epoch, alive,
+    bias, out, source, first, rows, right, width, table, rank, channel, epoch, alive,
     WORLD: tl.constexpr, STRIDE: tl.constexpr, DEPTH: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What rank `source` has sent in round `epoch` to `rows` rows of out from `first` on."""
+    """What rank `source` has sent in round `epoch`, with bias, to `rows` rows of out from `first` on."""
     TYPE: tl.constexpr = out.dtype.element_ty
     for start in tl.range(0, tl.minimum(rows, BLOCK_M) * BLOCK_N, BLOCK, disable_licm=True):
         offsets = start + tl.arange(0, BLOCK)
@@ -103,5 +104,8 @@ def copy_tile(
         value = receive(
             TYPE, table, source, rank, channel, epoch, offsets, inside, WORLD, STRIDE, DEPTH, CHUNK
         )
+        if bias is not None:
+            added = tl.load(bias + column, mask=column < width, other=0.0)
+            value = narrow(widen(value) + widen(added), TYPE)
         place = (first + row).to(tl.int64) * width + column
         tl.store(out + place, value, mask=inside & (column < width))

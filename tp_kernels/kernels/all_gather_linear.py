@@ -37,6 +37,7 @@ from ._gemm import (
     choose,
     pick,
     place,
+    tma,
 )
 from ._rounds import start_of
 from ._signals import enter
@@ -59,7 +60,8 @@ def gather_and_multiply(
     channels, senders, table, record, rank, timeout,
     OPERATION: tl.constexpr, WORLD: tl.constexpr, STRIDE: tl.constexpr, DEPTH: tl.constexpr,
     CHUNK: tl.constexpr, LANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """x [own rows, inner], gathered [rows, inner]; of each product w [width, inner], bias, out [rows, width].
 
@@ -118,7 +120,7 @@ def gather_and_multiply(
                 value = accumulate(
                     tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32), source, pick(ws, chosen),
                     first, tl.where(alive, rows - first, 0), right, width - right, inner, inner, 1,
-                    pick(w_rows, chosen), pick(w_inners, chosen), BLOCK_M, BLOCK_N, BLOCK_K,
+                    pick(w_rows, chosen), pick(w_inners, chosen), BLOCK_M, BLOCK_N, BLOCK_K, TMA,
                 )  # fmt: skip
                 row, column = first + tl.arange(0, BLOCK_M), right + tl.arange(0, BLOCK_N)
                 if biases is not None:
@@ -202,14 +204,14 @@ def all_gather_linear(
                 TORCH[activation](linear(gathered, ws[index], biases[index] if biases else None))
             )
         return ys, gathered
-    tiling = tiling or choose(x, division.most)
+    tiling, x = tiling or choose(x, division.most), x.contiguous()
     plan = plan_gather(workspace, division, inner, x.element_size(), tiling)
     tiles = -(-rows // tiling.block_m) * sum(-(-y.shape[1] // tiling.block_n) for y in ys)
     workspace.launch(
         gather_and_multiply,
         operation,
         plan.channels + max(1, min(tiles, tiling.programs - plan.channels)),
-        x.contiguous(),
+        x,
         gathered,
         tuple(ws),
         tuple(one.contiguous() for one in biases) or None,
@@ -225,6 +227,7 @@ def all_gather_linear(
         warps=tiling.warps,
         registers=REGISTERS,
         num_stages=tiling.stages,
+        TMA=tma(tiling, [x, gathered], ws),
         ACTIVATION=activation,
         **tiling.constants(x.element_size()),
     )

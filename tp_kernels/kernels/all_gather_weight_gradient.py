@@ -27,7 +27,7 @@ from tp_kernels.comm.errors import ShapeError, UnsupportedError
 
 from ._device import narrow, widen
 from ._gather import await_rows, finish, gather_rows, plan_gather, row_block_at, row_blocks_of
-from ._gemm import REGISTERS, Tiling, accumulate, check_alike, choose_for_gradient, place
+from ._gemm import REGISTERS, Tiling, accumulate, check_alike, choose_for_gradient, place, tma
 from ._rounds import start_of
 from ._signals import enter
 from .workspace import Workspace, check_operand, result_like
@@ -49,8 +49,8 @@ def gather_and_accumulate(
     channels, senders, table, record, rank, timeout,
     OPERATION: tl.constexpr, WORLD: tl.constexpr, STRIDE: tl.constexpr, DEPTH: tl.constexpr,
     CHUNK: tl.constexpr, LANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    ADD: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr,
+    ROWS: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """x [own rows, inner], gathered [rows, inner], other [rows, columns]; out [columns, inner], any strides.
 
@@ -95,7 +95,7 @@ def gather_and_accumulate(
                 total = accumulate(
                     total, other + begin * columns, source + begin * inner, down, columns - down,
                     right, inner - right, tl.where(alive, length, 0), 1, columns, 1, inner,
-                    BLOCK_M, BLOCK_N, BLOCK_K, True,
+                    BLOCK_M, BLOCK_N, BLOCK_K, TMA, True,
                 )  # fmt: skip
             row, column = down + tl.arange(0, BLOCK_M), right + tl.arange(0, BLOCK_N)
             place_of = (
@@ -182,15 +182,16 @@ def all_gather_weight_gradient(
             view.add_(other.float().t() @ gathered.float())
         return result, gathered
     tiling = tiling or choose_for_gradient(x)
+    x, other = x.contiguous(), other.contiguous()
     plan = plan_gather(workspace, division, inner, x.element_size(), tiling)
     tiles = -(-columns // tiling.block_m) * -(-inner // tiling.block_n)
     workspace.launch(
         gather_and_accumulate,
         operation,
         plan.channels + max(1, min(tiles, tiling.programs - plan.channels)),
-        x.contiguous(),
+        x,
         gathered,
-        other.contiguous(),
+        other,
         view,
         columns,
         *view.stride(),
@@ -202,6 +203,7 @@ def all_gather_weight_gradient(
         warps=tiling.warps,
         registers=REGISTERS,
         num_stages=tiling.stages,
+        TMA=tma(tiling, [other.t()], [x.t(), gathered.t()]),
         ROWS=max(tiling.block_k, SEGMENT) if not x.is_cpu else tiling.block_k,
         ADD=accumulate_into is not None,
         **tiling.constants(x.element_size()),

@@ -16,7 +16,13 @@ every peer: two transfers, 2 (W - 1) / W times the traffic.
     turn t:  p of tile t -> owners   READY   sum of tile t - 1 -> y and peers   READY, CREDIT
              sums of tile t - 2 -> y   CREDIT
 
-All ranks have the same bits, both ways the same. Backward: dx = dy W on every rank, nothing is communicated.
+All ranks have the same bits, both ways the same.
+
+By the switch, where ranks share a multicast address: as in two shots, but the switch between the GPUs adds,
+in an order of its own and rounded before the bias, and stores to all ranks: every rank sends a result once
+and gets it once. Taken only if asked for, since it has other bits.
+
+Backward: dx = dy W on every rank, nothing is communicated.
 
 Graphs: a launch depends on nothing of the host that changes from call to call, see _signals.py.
 """
@@ -43,9 +49,11 @@ from ._gemm import (
     operands,
     place,
     product,
+    tma,
 )
+from ._multicast import LINE, sum_and_multicast
 from ._rounds import send
-from ._signals import CREDIT, READY, enter, leave, observe, publish
+from ._signals import CREDIT, READY, buffer, enter, leave, observe, publish
 from ._tiles import copy_tile, rows_at, send_products, sum_tile
 from .workspace import Workspace, result_like
 
@@ -65,6 +73,7 @@ def one_shot(
     OPERATION: tl.constexpr, WORLD: tl.constexpr, STRIDE: tl.constexpr, DEPTH: tl.constexpr,
     CHUNK: tl.constexpr, LANES: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """x_i [rows, K_i] and w_i [width, K_i] in `operands`; bias [width], out [rows, width].
 
@@ -85,7 +94,7 @@ def one_shot(
             row_block, column_block = place(tile, row_blocks, column_blocks, GROUP)
             down, right = row_block * BLOCK_M, column_block * BLOCK_N
             partial = product(
-                operands, down, rows - down, right, width - right, BLOCK_M, BLOCK_N, BLOCK_K
+                operands, down, rows - down, right, width - right, BLOCK_M, BLOCK_N, BLOCK_K, TMA
             )
             value = narrow(partial, TYPE)
             # Not earlier: the product hides the wait.
@@ -124,6 +133,7 @@ def two_shots(
     OPERATION: tl.constexpr, WORLD: tl.constexpr, STRIDE: tl.constexpr, DEPTH: tl.constexpr,
     CHUNK: tl.constexpr, LANES: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """As one_shot, of rows divided over the ranks: small, larger, unit: see start_of."""
     TYPE: tl.constexpr = out.dtype.element_ty
@@ -143,7 +153,7 @@ def two_shots(
             alive = send_products(
                 operands, row_block * BLOCK_M, column_block * BLOCK_N, width, small, larger, unit,
                 TYPE, table, record, rank, channel, sent, alive, timeout,
-                OPERATION, WORLD, STRIDE, DEPTH, CHUNK, LANES, BLOCK_M, BLOCK_N, BLOCK_K,
+                OPERATION, WORLD, STRIDE, DEPTH, CHUNK, LANES, BLOCK_M, BLOCK_N, BLOCK_K, TMA,
             )  # fmt: skip
         if (turn > 0) & (turn <= turns):
             row_block, column_block = place(tile - programs, row_blocks, column_blocks, GROUP)
@@ -172,9 +182,87 @@ def two_shots(
                 peer = (rank + step) % WORLD
                 first, rows = rows_at(peer, row_block * BLOCK_M, small, larger, unit)
                 copy_tile(
-                    out, peer, first, rows, column_block * BLOCK_N, width, table, rank, channel,
+                    None, out, peer, first, rows, column_block * BLOCK_N, width, table, rank, channel,
                     summed - 2, alive, WORLD, STRIDE, DEPTH, CHUNK, BLOCK_M, BLOCK_N, BLOCK,
                 )  # fmt: skip
+        if turn > 0:  # in the first of these turns nothing has been sent
+            publish(table, rank, channel, CREDIT, summed - 2, alive, WORLD, STRIDE, LANES)
+        turn += 1
+    leave(table, rank, channel, begin + 2 * turns + 2, alive, STRIDE)
+
+
+@triton.jit(do_not_specialize=["rows", "multicast", "rank", "timeout"])
+def by_switch(
+    operands, bias, out, rows, width, multicast, table, record, rank, timeout,
+    OPERATION: tl.constexpr, WORLD: tl.constexpr, STRIDE: tl.constexpr, DEPTH: tl.constexpr,
+    CHUNK: tl.constexpr, LANES: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """As two_shots; rank r lets the switch sum the r-th slice of every tile, and multicasts it.
+
+    Products and sums of all ranks are at the place of what rank 0 sends.
+    """
+    TYPE: tl.constexpr = out.dtype.element_ty
+    TILE: tl.constexpr = BLOCK_M * BLOCK_N * TYPE.primitive_bitwidth // 8  # bytes
+    SLICE: tl.constexpr = (TILE // LINE + WORLD - 1) // WORLD * LINE
+    channel = tl.program_id(0).to(tl.int64)
+    begin, alive = enter(table, record, rank, channel, STRIDE, LANES)
+    row_blocks, column_blocks = tl.cdiv(rows, BLOCK_M), tl.cdiv(width, BLOCK_N)
+    programs = tl.num_programs(0)
+    turns = tl.cdiv(row_blocks * column_blocks - tl.program_id(0), programs)
+    m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    here = tl.load(table + rank)
+    turn = 0
+    while (turn <= turns + 1) & alive:
+        tile = tl.program_id(0) + turn * programs
+        sent, summed = begin + 2 * turn + 1, begin + 2 * turn + 2
+        if turn < turns:
+            row_block, column_block = place(tile, row_blocks, column_blocks, GROUP)
+            down, right = row_block * BLOCK_M, column_block * BLOCK_N
+            partial = product(
+                operands, down, rows - down, right, width - right, BLOCK_M, BLOCK_N, BLOCK_K, TMA
+            )
+            alive = observe(
+                table, record, rank, channel, CREDIT, sent - DEPTH, alive, timeout,
+                OPERATION, WORLD, STRIDE, LANES,
+            )  # fmt: skip
+            own = buffer(TYPE, table, rank, channel, sent, 0, WORLD, STRIDE, DEPTH, CHUNK)
+            # All of it: beyond the rows are copies of the last one, which nobody copies.
+            tl.store(own + m[:, None] * BLOCK_N + n[None, :], narrow(partial, TYPE), mask=alive)
+            publish(table, rank, channel, READY, sent, alive, WORLD, STRIDE, LANES)
+        if (turn > 0) & (turn <= turns):
+            alive = observe(
+                table, record, rank, channel, READY, sent - 2, alive, timeout,
+                OPERATION, WORLD, STRIDE, LANES,
+            )  # fmt: skip
+            alive = observe(
+                table, record, rank, channel, CREDIT, summed - DEPTH, alive, timeout,
+                OPERATION, WORLD, STRIDE, LANES,
+            )  # fmt: skip
+            from_all = buffer(TYPE, table, rank, channel, sent - 2, 0, WORLD, STRIDE, DEPTH, CHUNK)
+            to_all = buffer(TYPE, table, rank, channel, summed, 0, WORLD, STRIDE, DEPTH, CHUNK)
+            for start in range(0, SLICE, LANES * LINE):
+                line = start + tl.arange(0, LANES).to(tl.int64) * LINE
+                place_in_tile = rank * SLICE + line
+                sum_and_multicast(
+                    table, multicast, from_all.to(tl.int64) - here + place_in_tile,
+                    to_all.to(tl.int64) - here + place_in_tile,
+                    (line < SLICE) & (place_in_tile < TILE) & alive, TYPE, WORLD,
+                )  # fmt: skip
+            publish(table, rank, channel, READY, summed, alive, WORLD, STRIDE, LANES)
+            publish(table, rank, channel, CREDIT, sent - 2, alive, WORLD, STRIDE, LANES)
+        if turn > 1:
+            row_block, column_block = place(tile - 2 * programs, row_blocks, column_blocks, GROUP)
+            alive = observe(
+                table, record, rank, channel, READY, summed - 2, alive, timeout,
+                OPERATION, WORLD, STRIDE, LANES,
+            )  # fmt: skip
+            down = row_block * BLOCK_M
+            copy_tile(
+                bias, out, 0, down, rows - down, column_block * BLOCK_N, width, table, rank, channel,
+                summed - 2, alive, WORLD, STRIDE, DEPTH, CHUNK, BLOCK_M, BLOCK_N, BLOCK,
+            )  # fmt: skip
         if turn > 0:  # in the first of these turns nothing has been sent
             publish(table, rank, channel, CREDIT, summed - 2, alive, WORLD, STRIDE, LANES)
         turn += 1
@@ -188,7 +276,7 @@ def linear_all_reduce(
     *,
     bias: Tensor | None = None,
     out: Tensor | None = None,
-    shots: int | None = None,
+    shots: int | str | None = None,
     tiling: Tiling | None = None,
 ) -> Tensor:
     """Sum over ranks of x w^T, plus bias, the same bits on all ranks. Collective.
@@ -200,11 +288,12 @@ def linear_all_reduce(
         workspace: with chunks that hold a tile, of depth 2 or more; for two shots 4 or more.
         bias: [N] of the dtype of x; added once, so the same on all ranks or none.
         out: takes the result: contiguous, apart from the operands in memory.
-        shots: 1 or 2 instead of what the size suggests; equal on all ranks.
+        shots: 1 or 2 instead of what the size suggests, or "switch"; equal on all ranks. The switch has
+            bits of its own, and needs a workspace with a multicast address.
         tiling: instead of what the shape suggests; equal on all ranks.
 
     Returns:
-        [R, N] of the dtype of x. Both ways give the same bits.
+        [R, N] of the dtype of x. One and two shots give the same bits.
 
     Raises:
         ShapeError, UnsupportedError: before anything is sent.
@@ -212,10 +301,16 @@ def linear_all_reduce(
     """
     xs, ws = check_pairs("linear_all_reduce", workspace, x, w, bias)
     rows, width, depth = xs[0].shape[0], ws[0].shape[0], workspace.shape.depth
-    if shots not in (None, 1, 2):
-        raise UnsupportedError(f"linear_all_reduce: shots={shots}; use 1, 2 or None")
-    if shots == 2 and depth < 4:
-        raise UnsupportedError("linear_all_reduce: two shots need a workspace of depth 4 or more")
+    if shots not in (None, 1, 2, "switch"):
+        raise UnsupportedError(f"linear_all_reduce: shots={shots!r}; use 1, 2, 'switch' or None")
+    if shots in (2, "switch") and depth < 4:
+        raise UnsupportedError(
+            f"linear_all_reduce: shots={shots!r} needs a workspace of depth 4 or more"
+        )
+    if shots == "switch" and not workspace.multicast:
+        raise UnsupportedError(
+            "linear_all_reduce: shots='switch' needs a workspace with a multicast address"
+        )
     out = result_like("linear_all_reduce", workspace, xs[0], (rows, width), out)
     if workspace.world == 1:
         return out.copy_(dense(xs, ws, bias))
@@ -224,22 +319,24 @@ def linear_all_reduce(
     if shots is None:  # with two ranks both send the same, and one shot waits once
         shots = 1 if rows <= FEW_ROWS or workspace.world == 2 or depth < 4 else 2
     division = workspace.rows_of_ranks("linear_all_reduce", None, rows)
-    height = rows if shots == 1 else division.most
+    height = division.most if shots == 2 else rows
     tiling = tiling or choose(xs[0], height)
     check_chunk("linear_all_reduce", workspace, tiling, out.dtype)
     tiles = -(-height // tiling.block_m) * -(-width // tiling.block_n)
     workspace.launch(
-        one_shot if shots == 1 else two_shots,
+        {1: one_shot, 2: two_shots, "switch": by_switch}[shots],
         "linear_all_reduce",
         min(tiles, tiling.programs, workspace.shape.channels),
         operands(xs, ws),
         None if bias is None else bias.contiguous(),
         out,
-        *((rows,) if shots == 1 else division.scaled(1)),
+        *(division.scaled(1) if shots == 2 else (rows,)),
         width,
+        *((workspace.multicast,) if shots == "switch" else ()),
         warps=tiling.warps,
         registers=REGISTERS,
         num_stages=tiling.stages,
+        TMA=tma(tiling, xs, ws),
         **tiling.constants(out.element_size()),
     )
     return out

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tp_kernels.comm.layout import split_range
 
-from ._gemm import REGISTERS, Tiling, check_chunk, check_pairs, choose, dense, operands, place
+from ._gemm import REGISTERS, Tiling, check_chunk, check_pairs, choose, dense, operands, place, tma
 from ._signals import CREDIT, READY, enter, leave, observe, publish
 from ._tiles import rows_at, send_products, sum_tile
 from .workspace import Workspace, result_like
@@ -51,6 +51,7 @@ def scatter(
     OPERATION: tl.constexpr, WORLD: tl.constexpr, STRIDE: tl.constexpr, DEPTH: tl.constexpr,
     CHUNK: tl.constexpr, LANES: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """x_i [rows of all ranks, K_i] and w_i [width, K_i] in `operands`; bias [width], out [own rows, width].
 
@@ -71,7 +72,7 @@ def scatter(
             alive = send_products(
                 operands, row_block * BLOCK_M, column_block * BLOCK_N, width, small, larger, unit,
                 TYPE, table, record, rank, channel, begin + turn + 1, alive, timeout,
-                OPERATION, WORLD, STRIDE, DEPTH, CHUNK, LANES, BLOCK_M, BLOCK_N, BLOCK_K,
+                OPERATION, WORLD, STRIDE, DEPTH, CHUNK, LANES, BLOCK_M, BLOCK_N, BLOCK_K, TMA,
             )  # fmt: skip
         if turn > 0:
             epoch = begin + turn
@@ -146,6 +147,7 @@ def linear_reduce_scatter(
         warps=tiling.warps,
         registers=REGISTERS,
         num_stages=tiling.stages,
+        TMA=tma(tiling, xs, ws),
         **tiling.constants(out.element_size()),
     )
     return out

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from tp_kernels.comm.errors import CollectiveTimeoutError, ShapeError, UnsupportedError
@@ -49,6 +50,11 @@ MOST_REGISTERS = 160
 def tile(dtype: torch.dtype) -> int:
     """Elements that a program of WARPS warps moves at a time: 16 bytes per thread, the widest access."""
     return 32 * WARPS * 16 // dtype.itemsize
+
+
+def scratch(nbytes: int, alignment: int, stream: int | None) -> Tensor:
+    """Memory of a launch on the current device; what comes after it in the stream may get it again."""
+    return torch.empty(nbytes, dtype=torch.uint8, device="cuda")
 
 
 @dataclass(frozen=True)
@@ -125,6 +131,7 @@ class Workspace:
         timeout: seconds a wait of a kernel may last.
         name: for messages.
         epoch: rounds that are taken to have been made already; for tests.
+        multicast: address that stands for the regions of all ranks, 0 where there is none.
     """
 
     def __init__(
@@ -137,6 +144,7 @@ class Workspace:
         timeout: float = 60.0,
         name: str = "workspace",
         epoch: int = 0,
+        multicast: int = 0,
     ) -> None:
         if local.dtype != torch.uint8 or local.dim() != 1 or local.numel() < shape.nbytes:
             raise ShapeError(
@@ -149,6 +157,7 @@ class Workspace:
                 f"aligned, not {[hex(address) for address in addresses]}"
             )
         self.shape, self.rank, self.name, self.timeout = shape, rank, name, timeout
+        self.multicast = multicast
         self.local = local  # kept alive; kernels reach it through `table` only
         self.table = torch.tensor(addresses, dtype=torch.int64, device=local.device)
         self.record = torch.zeros(len(RECORD), dtype=torch.int32, device=local.device)
@@ -222,6 +231,8 @@ class Workspace:
             self.check()
         else:
             check_device(f"{operation} on rank {self.rank}", self.table.device)
+        if constants.get("TMA"):
+            triton.set_allocator(scratch)  # for descriptors that kernels make
         kernel[(programs,)](
             *arguments,
             self.table,
