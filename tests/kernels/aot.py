@@ -2,6 +2,7 @@
 
     python -m tests.kernels.aot            compare all configurations with resources.json, print the table
     python -m tests.kernels.aot --write    write resources.json instead
+    python -m tests.kernels.aot --candidates    compile what the tuner may choose; see aot_candidates.py
 
 Triton carries the assemblers, so a machine without CUDA gets the machine code that a GPU would run.
 """
@@ -98,10 +99,12 @@ def build(
     *,
     of_one: bool = False,
     wide: bool = False,
+    tiling: Any = None,
 ) -> Compiled:
     """Compile for sm_<architecture> as `Workspace.launch` would, with aligned arguments.
 
     of_one: all sizes are 1, which Triton makes constants of; wide: sizes beyond 2^31, which are int64.
+    tiling: of a matrix product, instead of the one in TILINGS.
     """
     name, _, function = configuration.kernel.partition(".")
     module = importlib.import_module(f"{package}.{name}")
@@ -121,7 +124,7 @@ def build(
     options = {"num_warps": warps, "maxnreg": workspace.MOST_REGISTERS}
     if configuration.rows:
         gemm = importlib.import_module(f"{package}._gemm")
-        tiling = gemm.TILINGS[architecture, itemsize, configuration.rows]
+        tiling = tiling or gemm.TILINGS[architecture, itemsize, configuration.rows]
         constants |= tiling.constants(itemsize) | {"LANES": 32 * tiling.warps}
         constants |= {"x_inner": 1, "w_row" if configuration.transposed else "w_inner": 1}
         options = {"num_warps": tiling.warps, "maxnreg": gemm.REGISTERS}
@@ -225,7 +228,11 @@ def _unordered(ptx: str) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="compile every kernel for every architecture")
     parser.add_argument("--write", action="store_true", help=f"write {TABLE.name}")
-    write = parser.parse_args().write
+    parser.add_argument("--candidates", action="store_true", help="those of the tuner instead")
+    arguments = parser.parse_args()
+    if arguments.candidates:
+        return importlib.import_module("tests.kernels.aot_candidates").main()
+    write = arguments.write
     recorded = {} if write else read_table()
     table: dict[str, dict[str, dict[str, int]]] = {}
     bad = 0
