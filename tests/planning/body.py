@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from tp_kernels.planning import (
 CHOICES = tuple(replace(INTERPRETER, group=group) for group in (1, 2, 3, 4))
 OTHER_STEPS = (INTERPRETER, replace(INTERPRETER, block_k=32))  # along K
 QUICK = Limits(rounds=3, turn=1e-9)  # one call a turn
+STEADY = [[4.0, 3.0, 2.0, 1.0]] * 2  # the last candidate is the fastest
 
 
 @dataclass
@@ -41,8 +43,8 @@ class Fake:
 
     Args:
         times: [rank][candidate] seconds of each call in turn.
-        faults: (what, rank, candidate), what of "prepare", "digest", "bits", "seconds"; or ("ready",
-            rank, number of the call).
+        faults: (what, rank, candidate), what of "prepare", "digest", "bits", "seconds", "fourth" (of
+            the calls for seconds); or ("ready", rank, number of the call).
     """
 
     rank: int
@@ -77,6 +79,8 @@ class Fake:
         index = self._note("seconds", tiling)
         given = self.times[self.rank][index]
         call = self.calls[index] = self.calls.get(index, -1) + 1
+        if call == 3 and ("fourth", self.rank, index) in self.faults:
+            raise RuntimeError("no fourth call")
         return given[call % len(given)] if isinstance(given, list) else given
 
     def recover(self) -> None:
@@ -105,7 +109,34 @@ def fake_tune(
             # The ranks are still together.
             assert load(group, torch.device("cpu"), Path("/nonexistent")).tilings == {}
             return {"error": type(error).__name__, "message": str(error), "log": fake.log}
-        return {"tuned": plain(tuned), "log": fake.log, "steps": steps}
+        counts = {timing.calls for timing in tuned.timings.values()}
+        return {"tuned": plain(tuned), "log": fake.log, "steps": steps, "calls": counts}
+
+
+class Punctual(Fake):
+    """Notes whether all ranks were ready when a call began; rank 1 never hurries."""
+
+    def __init__(self, group: ParallelGroup) -> None:
+        super().__init__(group.rank, STEADY)
+        assert group.rendezvous is not None
+        self.corner, self.size = group.rendezvous.corner("punctual"), group.size
+        self.punctual: list[bool] = []
+
+    def ready(self) -> None:
+        super().ready()
+        time.sleep(0.01 * self.rank)
+        self.corner.put(f"{self.met}/{self.rank}", "")
+
+    def seconds(self, tiling: Tiling) -> float:
+        self.punctual.append(all(self.corner.has(f"{self.met}/{r}") for r in range(self.size)))
+        return super().seconds(tiling)
+
+
+def meetings() -> list[bool]:
+    with ParallelGroup(timeout=20) as group:
+        fake = Punctual(group)
+        tune(group, CHOICES, fake, QUICK)
+        return fake.punctual
 
 
 def plain(tuned: Tuned) -> tuple[int, dict[int, float], dict[int, str]]:
@@ -147,6 +178,7 @@ def write_many(path: Path, hardware: Hardware, entry: Entry, count: int) -> list
     rank = torch.distributed.get_rank()
     problems = []
     for index in range(count):
+        torch.distributed.barrier()
         shape = ShapeClass("linear_all_reduce", 2, 2 + rank, 1 << index, 1, 1)
         problems.append(cache.add(path, hardware, {shape: entry}))
         tables, problem = cache.read(path)

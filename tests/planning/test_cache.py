@@ -116,11 +116,19 @@ def test_another_version_is_named(path):
 
 
 def test_two_processes_write_at_once(world, path):
-    problems = world(2).run(write_many, path, GPU, ENTRY, 12)
+    problems = world(2).run(write_many, path, GPU, ENTRY, 6)
     assert problems == [[], []]
     tables, problem = cache.read(path)
-    assert not problem and len(tables[GPU]) == 24
+    assert not problem and len(tables[GPU]) == 12
     assert {file.name for file in path.parent.iterdir()} == {path.name, f"{path.name}.lock"}
+
+
+def test_whoever_reads_meanwhile_has_the_old_file(path):
+    cache.add(path, GPU, {SHAPE: ENTRY})
+    text = path.read_text()
+    with open(path) as old:
+        cache.add(path, GPU, {replace(SHAPE, rows=1): ENTRY})
+        assert old.read() == text
 
 
 def test_failed_write_changes_nothing(path):

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.planning import body
-from tests.planning.body import CHOICES, fake_tune
+from tests.planning.body import CHOICES, STEADY, fake_tune
 from tp_kernels.planning import Limits, Timing
-
-STEADY = [[4.0, 3.0, 2.0, 1.0]] * 2  # the last candidate is the fastest
 
 
 def both(world, *args, **options):
@@ -27,12 +25,11 @@ def test_slowest_rank_counts(world):
 
 
 def test_slowest_rank_of_each_call_counts(world):
-    # A call of candidate 1 is slow on one rank or the other; the median of each rank alone is 1.
-    slow = [3.0, 1.0, 1.0], [1.0, 3.0, 3.0]
-    times = [[9.0, slow[rank], 2.0, 9.0] for rank in range(2)]
-    # The first of the calls is the trial.
-    first, _ = both(world, times, limits=Limits(rounds=5, turn=1e-9))
-    assert first["tuned"][:2] == (2, {0: 9.0, 1: 3.0, 2: 2.0, 3: 9.0})
+    # A call of candidate 1 is slow on one rank or the other; the median of each rank alone is 2.
+    slow = [1.0, 3.0], [3.0, 1.0]
+    times = [[9.0, slow[rank], 2.5, 9.0] for rank in range(2)]
+    first, _ = both(world, times, limits=Limits(rounds=1, turn=12.1))  # four calls
+    assert first["tuned"][:2] == (2, {0: 9.0, 1: 3.0, 2: 2.5, 3: 9.0})
 
 
 def test_ties_go_to_the_first(world):
@@ -68,10 +65,15 @@ def test_rank_that_is_not_ready(world):
 
 def test_failure_in_the_middle_of_a_turn(world):
     """Whoever failed meets the others as often as they expect, so that they stay together."""
-    faults = (("seconds", 1, 3), ("seconds", 0, 2))
+    faults = (("fourth", 1, 3), ("fourth", 0, 2))
     first, second = both(world, STEADY, faults, limits=Limits(rounds=2, turn=10.0))
-    assert first["tuned"][0] == 1 and set(first["tuned"][2]) == {2, 3}
-    assert first["log"].count(("seconds", 1)) == second["log"].count(("seconds", 1))
+    assert first["tuned"][0] == 1
+    assert first["tuned"][2] == {
+        3: "rank 1: RuntimeError: no fourth call",
+        2: "rank 0: RuntimeError: no fourth call",
+    }
+    # Only who failed stopped calling.
+    assert [one["log"].count(("seconds", 3)) for one in (first, second)] == [12, 4]
 
 
 def test_other_bits_on_one_rank_drop_on_all(world):
@@ -109,12 +111,18 @@ def test_calls_of_a_turn_are_agreed(world):
     first, second = both(world, times, limits=Limits(rounds=1, turn=1.05))
     assert first["log"] == second["log"]
     assert first["log"].count(("seconds", 0)) == 1 + 1 + 10  # a trial and a warm one
+    assert first["calls"] == second["calls"] == {10}
 
 
 def test_rounds_start_with_different_candidates(world):
     first, _ = both(world, STEADY)
     timed = [index for what, index in first["log"] if what == "seconds"]
     assert timed == [0, 0, 1, 1, 2, 2, 3, 3, 1, 2, 3, 0, 2, 3, 0, 1]
+
+
+def test_ranks_meet_before_every_call(world):
+    for punctual in world(2).run(body.meetings):
+        assert len(punctual) == 16 and all(punctual)
 
 
 def test_time_is_up_on_one_rank(world):
