@@ -90,6 +90,7 @@ def test_no_triton(monkeypatch):
         (ShapeError, ("--shape", "1,2,x")),
         (ShapeError, ("--shape", "0,2,3")),
         (ShapeError, ("--nproc", 1)),
+        (UnsupportedError, ("--show",)),
         (UnsupportedError, ("--dtype", "float64")),
         (UnsupportedError, ("--op", "linear")),
     ],

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 from tests.oracle import digest
-from tp_kernels import ParallelGroup, TpKernelsError
+from tp_kernels import ParallelGroup, PeerLostError, TpKernelsError
 from tp_kernels.kernels._gemm import INTERPRETER, Tiling
 from tp_kernels.planning import (
     Entry,
@@ -37,6 +37,10 @@ QUICK = Limits(rounds=3, turn=1e-9)  # one call a turn
 STEADY = [[4.0, 3.0, 2.0, 1.0]] * 2  # the last candidate is the fastest
 
 
+class Leaves(BaseException):
+    """What no tuner may handle."""
+
+
 @dataclass
 class Fake:
     """A subject whose times and faults are given, by rank and candidate.
@@ -44,7 +48,7 @@ class Fake:
     Args:
         times: [rank][candidate] seconds of each call in turn.
         faults: (what, rank, candidate), what of "prepare", "digest", "bits", "seconds", "fourth" (of
-            the calls for seconds); or ("ready", rank, number of the call).
+            the calls for seconds), "leaves" (in the second one); or ("ready", rank, number of the call).
     """
 
     rank: int
@@ -79,6 +83,8 @@ class Fake:
         index = self._note("seconds", tiling)
         given = self.times[self.rank][index]
         call = self.calls[index] = self.calls.get(index, -1) + 1
+        if call == 1 and ("leaves", self.rank, index) in self.faults:
+            raise Leaves
         if call == 3 and ("fourth", self.rank, index) in self.faults:
             raise RuntimeError("no fourth call")
         return given[call % len(given)] if isinstance(given, list) else given
@@ -106,8 +112,8 @@ def fake_tune(
             ):
                 tuned = tune(group, mine, fake, limits, lambda *step: steps.append(step))
         except TpKernelsError as error:
-            # The ranks are still together.
-            assert load(group, torch.device("cpu"), Path("/nonexistent")).tilings == {}
+            if not isinstance(error, PeerLostError):  # the ranks are still together
+                assert load(group, torch.device("cpu"), Path("/nonexistent")).tilings == {}
             return {"error": type(error).__name__, "message": str(error), "log": fake.log}
         counts = {timing.calls for timing in tuned.timings.values()}
         return {"tuned": plain(tuned), "log": fake.log, "steps": steps, "calls": counts}

@@ -6,6 +6,7 @@ import pytest
 
 from tests.planning import body
 from tests.planning.body import CHOICES, STEADY, fake_tune
+from tp_kernels import RankError, UnsupportedError
 from tp_kernels.planning import Limits, Timing
 
 
@@ -74,6 +75,20 @@ def test_failure_in_the_middle_of_a_turn(world):
     }
     # Only who failed stopped calling.
     assert [one["log"].count(("seconds", 3)) for one in (first, second)] == [12, 4]
+
+
+def test_rank_that_leaves(world):
+    """The others do not wait for it."""
+    with pytest.raises(RankError) as caught:
+        world(2).run(fake_tune, STEADY, (("leaves", 1, 2),))
+    first, second = caught.value.outcomes
+    assert isinstance(second, body.Leaves)
+    assert first["error"] == "PeerLostError" and first["log"][-1] == ("seconds", 2)
+
+
+def test_limits():
+    with pytest.raises(UnsupportedError, match="rounds=0"):
+        Limits(rounds=0)
 
 
 def test_other_bits_on_one_rank_drop_on_all(world):

@@ -161,6 +161,7 @@ def demo(
 
 @app.command()
 def tune(
+    context: typer.Context,
     op: Annotated[
         str, typer.Option(help="Comma list of linear_all_reduce, linear_reduce_scatter.")
     ] = "linear_all_reduce,linear_reduce_scatter",
@@ -225,6 +226,15 @@ def tune(
         raise UnsupportedError("tune needs Triton: pip install 'tp_kernels[triton]'") from error
 
     if show:
+        sources = {name: context.get_parameter_source(name) for name in context.params}
+        given = [
+            name for name, source in sources.items() if source and source.name == "COMMANDLINE"
+        ]
+        idle = set(given) - {"show", "cache"}
+        if idle:
+            raise UnsupportedError(
+                f"--show measures nothing: leave out --{', --'.join(sorted(idle))}"
+            )
         command.show(cache)
         return
     command.run(

@@ -17,7 +17,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -165,14 +164,14 @@ def _write(path: Path, tables: Tables) -> None:
             for hardware, entries in sorted(tables.items())
         ],
     }
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
+    new = path.with_name(f"{path.name}.new")  # nobody else's: it is this writer's turn
     try:
-        with open(handle, "w") as file:
+        with open(new, "w") as file:
             json.dump(document, file, indent=1, allow_nan=False)
             file.write("\n")
             file.flush()
-            os.fsync(handle)
-        os.replace(name, path)
+            os.fsync(file.fileno())
+        os.replace(new, path)
     except BaseException:
-        os.unlink(name)
+        new.unlink(missing_ok=True)
         raise

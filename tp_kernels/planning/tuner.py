@@ -64,6 +64,10 @@ class Limits:
     turn: float = 0.02
     seconds: float = 60.0
 
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise UnsupportedError(f"{self}: without a round there is no time")
+
     def calls(self, seconds: float) -> int:
         """Calls of a turn, for calls of `seconds` each."""
         return max(1, min(MOST_CALLS, int(self.turn / max(seconds, 1e-9))))
