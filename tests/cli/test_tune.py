@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -53,6 +54,16 @@ def test_show(tmp_path, monkeypatch):
     assert "64 x 64 x 64" in text and "12.5 (12.0..13.2)" in text and "1.20" in text
     path.write_text("")
     assert "is ignored" in tune("--show")
+
+
+def test_nothing_could_be_tuned(tmp_path, monkeypatch):
+    ranks = mock.MagicMock()
+    answer = command.Answer(GPU, [], ["a product: does not work"])
+    ranks.return_value.__enter__.return_value.run.return_value = [answer]
+    monkeypatch.setattr(command, "Ranks", ranks)
+    with pytest.raises(UnsupportedError, match="no product could be tuned"):
+        tune("--interpreter", "--cache", tmp_path / "tilings.json")
+    assert ranks.call_args.kwargs["env"] == {"TRITON_INTERPRET": "1"}
 
 
 def test_no_gpu(monkeypatch):

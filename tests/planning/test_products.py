@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
@@ -9,8 +12,6 @@ import torch
 
 from tests.planning import body
 from tp_kernels import UnsupportedError
-from tp_kernels.kernels import linear_all_reduce as module
-from tp_kernels.kernels import workspace as workspaces
 from tp_kernels.kernels._gemm import INTERPRETER
 from tp_kernels.planning import Product, products
 from tp_kernels.planning.tuner import Timing, Tuned
@@ -40,22 +41,15 @@ def test_order_of_summation_shows_in_16_bits():
     assert (whole != halves.bfloat16()).float().mean() > 0.5
 
 
-def test_compiling_launches_nothing(monkeypatch):
-    """What a GPU would compile has the arguments of the launch; loading it is part of it."""
-    monkeypatch.setattr(workspaces, "INTERPRETED", True)  # or CPU tensors are refused
-    shape = products.workspace_shape((INTERPRETER,), torch.float32, 2)
-    local = torch.zeros(shape.nbytes, dtype=torch.uint8)
-    workspace = products.CompilingWorkspace(shape, 0, local, [local.data_ptr()] * 2)
-    kernel = mock.MagicMock()
-    loaded = mock.PropertyMock()
-    type(kernel.warmup.return_value).run = loaded
-    x, w = torch.ones(20, 3), torch.ones(5, 3)
-    with mock.patch.dict(module.__globals__, one_shot=kernel):
-        module(x, w, workspace, tiling=INTERPRETER)
-    ((given, *_), options), *more = kernel.warmup.call_args_list
-    assert given is x and options["grid"] == (2,) and options["BLOCK_K"] == 16 and not more
-    loaded.assert_called_once_with()
-    kernel.__getitem__.assert_not_called()
+def test_compiling_launches_nothing():
+    """And refuses what the device has too little memory for."""
+    command = [sys.executable, "-m", "tests.planning.compile_only"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [name for name, _ in found["loaded"]] == ["one_shot"]
+    assert found["launched"] == []
+    assert [kind for kind, _ in found["refused"]] == ["OutOfResources"]
 
 
 def test_entry():
