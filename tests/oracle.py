@@ -251,6 +251,10 @@ def poison(group: ParallelGroup) -> None:
     slot = group.slot
     for index in range(len(slot._bytes[group.rank])):
         slot.view(group.rank, index, (slot.capacity,), torch.uint8).fill_(0xFF)
+    for own in group.workspaces.values():
+        shape = own.workspace.shape
+        signals = shape.stride - shape.depth * shape.world * shape.chunk  # they come first
+        own.workspace.local.view(shape.channels, shape.stride)[:, signals:] = 0xFF
     barrier(group)
 
 

@@ -1,7 +1,7 @@
 """Which implementation of an op runs, and why.
 
 Every choice is made from values that are equal on all ranks (op, sizes, dtype, device type, provider,
-world size), so ranks cannot part ways. "Do not fuse" is an ordinary choice.
+world size, what ranks told each other), so ranks cannot part ways. "Do not fuse" is an ordinary choice.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ import torch
 from .comm.errors import UnsupportedError
 from .comm.group import ParallelGroup, as_group
 from .comm.host_slot import REDUCIBLE
+from .comm.regions import region_obstacle
+from .comm.triton_support import triton_obstacle
 
-IMPLEMENTATIONS = ("reference", "chunked", "host")
+IMPLEMENTATIONS = ("reference", "chunked", "host", "triton")
 OPERATIONS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce", "copy_linear")
 
 # Rows from which pieces are worth a collective each: below, the latency of a second gloo or NCCL call
 # exceeds what overlap can hide.
 CHUNKED_MIN_ROWS = 256
+# Of kernels, which keep a flag for each of them in a line of memory (kernels/_signals.py).
+TRITON_MOST_RANKS = 32
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,14 @@ def obstacle(
                 f"{group.size} rows of {width} need {need} bytes, a window has "
                 f"{group.slot.capacity}; construct ParallelGroup(window={need}) or larger"
             )
+    if implementation == "triton":
+        why_not = triton_obstacle(group.triton_support, device) or region_obstacle(group, device)
+        if why_not:
+            return why_not
+        if dtype not in REDUCIBLE:
+            return f"kernels multiply float32, bfloat16 and float16, not {dtype}"
+        if group.size > TRITON_MOST_RANKS:
+            return f"{group.size} ranks; kernels exchange data between {TRITON_MOST_RANKS} at most"
     return None
 
 
@@ -141,9 +153,19 @@ def _decide(
         if group.size > 1:
             return Choice(operation, asked, "asked for")
     if group.size == 1:
-        others = dict.fromkeys(("chunked", "host"), "one rank: nothing to communicate")
+        others = dict.fromkeys(("chunked", "host", "triton"), "one rank: nothing to communicate")
         return Choice(operation, "reference", "one rank: the plain linear layer", others)
     rejected = {}
+    if device == "cpu":
+        rejected["triton"] = "CPU tensors run in Triton's interpreter, which is for tests"
+    else:
+        why_not = obstacle("triton", group, width, dtype, device)
+        if why_not is None:
+            rejected["host"] = str(obstacle("host", group, width, dtype, device))
+            rejected["chunked"] = "kernels that address the peers are faster than the process group"
+            rejected["reference"] = "no overlap"
+            return Choice(operation, "triton", "all ranks address each other's memory", rejected)
+        rejected["triton"] = why_not
     why_not = obstacle("host", group, width, dtype, device)
     if why_not is None:
         rejected["chunked"] = "shared memory is faster than the process group on one host"

@@ -37,8 +37,8 @@ def test_interpreter(tmp_path):
     (table,) = json.loads(path.read_text())["tables"]
     assert table["hardware"]["capability"] == 0 and len(table["entries"]) == 1
     assert table["entries"][0]["shape"] == {
-        "operation": "linear_all_reduce", "itemsize": 4, "world": 2, "rows": 4, "width": 32,
-        "inner": 16,
+        "operation": "linear_all_reduce", "shots": 1, "itemsize": 4, "world": 2, "rows": 4,
+        "width": 32, "inner": 16,
     }  # fmt: skip
     shown = tune("--show", "--cache", path)
     assert "Triton interpreter (interpreter)" in shown and "not a GPU time" in shown

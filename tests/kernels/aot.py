@@ -13,12 +13,15 @@ import argparse
 import importlib
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +29,20 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from tests.kernels import aot_local
+from tests.kernels.aot_local import AMD, FORMS
+
 TABLE = Path(__file__).with_name("resources.json")
 # Shared memory that a block can have, in bytes (CUDA C++ Programming Guide, technical specifications).
 ARCHITECTURES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 WORLDS = (2, 8)
-PRODUCTS = ("linear_reduce_scatter.scatter", "linear_all_reduce.one_shot")
+PRODUCTS = (
+    "linear_reduce_scatter.scatter",
+    "linear_all_reduce.one_shot",
+    "linear_all_reduce.two_shots",
+    "all_gather_linear.gather_and_multiply",
+)
+GRADIENT = "all_gather_weight_gradient.gather_and_accumulate"
 # What multiplies 16-bit matrices.
 MATRIX_UNITS = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 _TRITON = Path(triton.__file__).parent
@@ -38,20 +50,33 @@ _TRITON = Path(triton.__file__).parent
 
 @dataclass(frozen=True)
 class Configuration:
-    """A kernel as it is launched on a GPU: module.function, element type, ranks.
+    """A kernel as it is launched on a GPU: module.function, element type, ranks; 0 if it has no signals.
 
-    Of matrix products also the rows, "few" or "many", and whether W is transposed in memory.
+    Of matrix products also the shape ("few" rows, "many", or "gradient"), whether W is transposed in
+    memory, and how many pairs of x and W there are; of kernels without signals the form, see aot_local.py.
     """
 
     kernel: str
     element: str
-    world: int
-    rows: str = ""
+    world: int = 0
+    shape: str = ""
     transposed: bool = False
+    pairs: int = 1
+    form: str = ""
 
     def __str__(self) -> str:
-        more = f" {self.rows} rows" * bool(self.rows) + " transposed" * self.transposed
-        return f"{self.kernel} {self.element} W={self.world}{more}"
+        more = f" W={self.world}" * bool(self.world) + f" {self.form}" * bool(self.form)
+        more += f" {self.shape}" * bool(self.shape) + " transposed" * self.transposed
+        more += f" x{self.pairs}" * (self.pairs > 1)
+        return f"{self.kernel} {self.element}{more}"
+
+    @property
+    def architectures(self) -> list[int | str]:
+        return [*ARCHITECTURES] if self.world else [*ARCHITECTURES, *AMD]
+
+
+def label(architecture: int | str) -> str:
+    return architecture if isinstance(architecture, str) else f"sm_{architecture}"
 
 
 def configurations() -> Iterator[Configuration]:
@@ -65,19 +90,26 @@ def configurations() -> Iterator[Configuration]:
             yield from _products(element, world)
         for element in ("i8", "i16", "i32", "i64"):
             yield Configuration("all_gather.gather", element, world)
+        yield Configuration("cross_entropy.combine", "fp32", world)
+    for kernel, forms in FORMS.items():
+        for form in forms:
+            for element in ("fp32", "bf16", "fp16"):
+                yield Configuration(kernel, element, form=form)
 
 
 def _products(element: str, world: int) -> Iterator[Configuration]:
+    yield Configuration(GRADIENT, element, world, "gradient")
     for kernel in PRODUCTS:
         yield Configuration(kernel, element, world, "few")
         yield Configuration(kernel, element, world, "many")
         if element == "bf16":
             yield Configuration(kernel, element, world, "many", transposed=True)
+            yield Configuration(kernel, element, world, "many", True, 3)
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """PTX and what a block takes."""
+    """PTX, or the assembly of AMD, and what a block takes."""
 
     ptx: str
     registers: int
@@ -89,19 +121,21 @@ class Compiled:
         return {"registers": self.registers, "shared": self.shared}
 
 
-SIZES = ("count", "part", "rows", "width", "small", "larger", "most")
+SIZES = ("count", "part", "rows", "width", "small", "larger", "most", *aot_local.SIZES)
+ALIGNED = ("part", "width", "count", "small", "most", "inner", "stride", "unit", *aot_local.ALIGNED)
+POINTERS = ("w", "gathered", "other", *aot_local.ELEMENTS)
 
 
 def build(
     configuration: Configuration,
-    architecture: int,
+    architecture: int | str,
     package: str = "tp_kernels.kernels",
     *,
     of_one: bool = False,
     wide: bool = False,
     tiling: Any = None,
 ) -> Compiled:
-    """Compile for sm_<architecture> as `Workspace.launch` would, with aligned arguments.
+    """Compile for an architecture as `Workspace.launch` would, or `_launch.launch`, with aligned arguments.
 
     of_one: all sizes are 1, which Triton makes constants of; wide: sizes beyond 2^31, which are int64.
     tiling: of a matrix product, instead of the one in TILINGS.
@@ -109,50 +143,81 @@ def build(
     name, _, function = configuration.kernel.partition(".")
     module = importlib.import_module(f"{package}.{name}")
     workspace = importlib.import_module(f"{package}.workspace")
-    shape = workspace.WorkspaceShape(configuration.world)
+    shape = workspace.WorkspaceShape(configuration.world or 1)
     itemsize = {"i8": 1, "i16": 2, "i64": 8, "bf16": 2, "fp16": 2}.get(configuration.element, 4)
     warps, block = workspace.WARPS, 32 * workspace.WARPS * 16 // itemsize
     constants: dict[str, Any] = {
-        "OPERATION": workspace.OPERATIONS[name],
+        "OPERATION": workspace.OPERATIONS.get(name),
         "WORLD": shape.world,
         "STRIDE": shape.stride,
         "DEPTH": shape.depth,
         "CHUNK": shape.chunk,
         "LANES": 32 * warps,
         "BLOCK": block,
+        "SMOOTHED": True,
     }
     options = {"num_warps": warps, "maxnreg": workspace.MOST_REGISTERS}
-    if configuration.rows:
+    pointer = f"*{configuration.element}"
+    # Triton finds out which addresses, sizes, widths and strides 16 divides: "/16".
+    kinds: dict[str, Any] = {"table": "*i64/16", "record": "*i32/16", "timeout": "i64"}
+    kinds |= dict.fromkeys(SIZES, "i64" if wide else "i32")
+    kinds |= dict.fromkeys(ALIGNED, ("i64" if wide else "i32") + "/16")
+    kinds |= dict.fromkeys(POINTERS, f"{pointer}/16")
+    kinds |= {key: kind + "/16" * (kind[0] == "*") for key, kind in aot_local.KINDS.items()}
+    if configuration.shape:
         gemm = importlib.import_module(f"{package}._gemm")
-        tiling = tiling or gemm.TILINGS[architecture, itemsize, configuration.rows]
+        tiling = tiling or gemm.TILINGS[architecture, itemsize, configuration.shape]
         constants |= tiling.constants(itemsize) | {"LANES": 32 * tiling.warps}
-        constants |= {"x_inner": 1, "w_row" if configuration.transposed else "w_inner": 1}
+        constants |= {"ACTIVATION": "gelu_tanh", "ROWS": 256, "ADD": True}
         options = {"num_warps": tiling.warps, "maxnreg": gemm.REGISTERS}
         options["num_stages"] = tiling.stages
+        pairs = configuration.pairs
+        several = {key: (kinds[key],) * pairs for key in ("x", "w", "inner", "stride")}
+        one = (1,) * pairs
+        strides = (one, several["stride"]) if configuration.transposed else (several["stride"], one)
+        kinds |= {
+            "operands": (
+                several["x"],
+                several["w"],
+                several["inner"],
+                several["stride"],
+                one,
+                *strides,
+            ),
+            "ws": several["w"],
+            "biases": None if of_one else several["x"],
+            "outs": several["x"],
+            "widths": several["inner"],
+            "w_rows": strides[0],
+            "w_inners": strides[1],
+            "out_row": "i32/16",
+            "out_column": 1,
+        }
+        if name == "all_gather_weight_gradient":
+            kinds["out"] = "*fp32/16"
+    if not configuration.world:
+        constants = FORMS[configuration.kernel][configuration.form]
+        options = aot_local.options(architecture)
     kernel = getattr(module, function)
     if of_one:
-        constants |= {size: 1 for size in SIZES if size in kernel.arg_names}
-        constants |= {name: None for name in ("bias", "residual") if name in kernel.arg_names}
-    pointer = f"*{configuration.element}"
-    kinds = {"table": "*i64", "record": "*i32", "timeout": "i64", "epsilon": "fp32"}
-    kinds |= dict.fromkeys(SIZES, "i64" if wide else "i32")
-    kinds |= dict.fromkeys(("x", "w", "out", "y", "s", "bias", "residual", "weight"), pointer)
-    signature = {
-        argument: "constexpr" if argument in constants else kinds.get(argument, "i32")
-        for argument in kernel.arg_names
-    }
-    # What Triton finds out about addresses, sizes, widths and strides that 16 divides.
-    names = ["part", "width", "count", "small", "most", "inner", "x_row", "w_row", "w_inner"]
-    aligned = {a for a, kind in signature.items() if kind[0] == "*"} | set(names)
-    aligned -= {a for a, kind in signature.items() if kind == "constexpr"}
-    aligned -= {kernel.arg_names[p.num] for p in kernel.params if p.do_not_specialize}
-    position = {argument: index for index, argument in enumerate(kernel.arg_names)}
-    source = ASTSource(
-        kernel,
-        signature,
-        {(position[a],): value for a, value in constants.items() if a in position},
-        {(position[a],): [["tt.divisibility", 16]] for a in aligned & signature.keys()},
-    )
+        constants = constants | {size: 1 for size in SIZES if size in kernel.arg_names}
+        constants |= {n: None for n in ("bias", "residual", "ds") if n in kernel.arg_names}
+    signature, values, attributes = {}, {}, {}
+    for index, argument in enumerate(kernel.arg_names):
+        if argument in constants:
+            kind: Any = "constexpr"
+            values[index,] = constants[argument]
+        else:
+            kind = kinds.get(argument, "i32")
+            if kernel.params[index].do_not_specialize:
+                kind = kind.removesuffix("/16")
+            kind = _leaves(kind, (index,), values, attributes)
+        signature[argument] = kind
+    source = ASTSource(kernel, signature, values, attributes)
+    if architecture in AMD:
+        target = GPUTarget("hip", architecture, 64)
+        result = triton.compile(source, target=target, options=options)
+        return Compiled(result.asm["amdgcn"], **aot_local.amd_usage(result))
     target = GPUTarget("cuda", architecture, 32)
     result = triton.compile(source, target=target, options=options)
     usage = _resource_usage(result.asm["cubin"])
@@ -162,6 +227,20 @@ def build(
         result.metadata.shared + usage["SHARED"],
         usage["STACK"] + usage["LOCAL"],
     )
+
+
+def _leaves(
+    kind: Any, path: tuple[int, ...], values: dict[Any, Any], attributes: dict[Any, Any]
+) -> Any:
+    """The type of an argument, a tuple if it is one, without what is entered for its leaves."""
+    if isinstance(kind, tuple):
+        return tuple(_leaves(k, (*path, i), values, attributes) for i, k in enumerate(kind))
+    if not isinstance(kind, str):
+        values[path] = kind
+        return "constexpr"
+    if kind.endswith("/16"):
+        attributes[path] = [["tt.divisibility", 16]]
+    return kind.removesuffix("/16")
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:
@@ -174,17 +253,21 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
     return {key: int(value) for key, value in re.findall(r"(\w+):(\d+)", text)}
 
 
-def problems(configuration: Configuration, compiled: Compiled, architecture: int) -> list[str]:
-    """What must not be in the machine code of a kernel with signals."""
+def problems(
+    configuration: Configuration, compiled: Compiled, architecture: int | str
+) -> list[str]:
+    """What must not be in the machine code of a kernel."""
     found = []
     if compiled.spilled:
         found.append(f"{compiled.spilled} bytes of registers are spilled")
-    if compiled.shared > ARCHITECTURES[architecture]:
+    if compiled.shared > (ARCHITECTURES | AMD)[architecture]:
         found.append(f"{compiled.shared} bytes of shared memory")
+    if not configuration.world:
+        return found + aot_local.problems(configuration.kernel, compiled.ptx)
     if not re.search(r"st\.global\.(v4\.b32|v2\.b64)", compiled.ptx):
         found.append("no store of 16 bytes")
     unit = MATRIX_UNITS[architecture]
-    if configuration.rows and configuration.element != "fp32" and unit not in compiled.ptx:
+    if configuration.shape and configuration.element != "fp32" and unit not in compiled.ptx:
         found.append(f"no {unit}")
     name, _, function = configuration.kernel.partition(".")
     kernel = getattr(importlib.import_module(f"tp_kernels.kernels.{name}"), function)
@@ -225,6 +308,16 @@ def _unordered(ptx: str) -> list[str]:
     return found
 
 
+def work(configuration: Configuration) -> list[tuple[str, dict[str, int], list[str]]]:
+    """(architecture, resources, problems) of each build of a configuration."""
+    results = []
+    for architecture in configuration.architectures:
+        compiled = build(configuration, architecture)
+        found = problems(configuration, compiled, architecture)
+        results.append((label(architecture), compiled.resources, found))
+    return results
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="compile every kernel for every architecture")
     parser.add_argument("--write", action="store_true", help=f"write {TABLE.name}")
@@ -236,22 +329,23 @@ def main() -> int:
     recorded = {} if write else read_table()
     table: dict[str, dict[str, dict[str, int]]] = {}
     bad = 0
-    print(f"{'registers / shared bytes':40}" + "".join(f"{f'sm_{a}':>14}" for a in ARCHITECTURES))
-    for configuration in configurations():
-        line, notes = f"{configuration!s:40}", []
-        for architecture in ARCHITECTURES:
-            compiled = build(configuration, architecture)
-            notes += problems(configuration, compiled, architecture)
-            row = table.setdefault(f"sm_{architecture}", {})
-            row[str(configuration)] = compiled.resources
-            line += f"{f'{compiled.registers} / {compiled.shared}':>14}"
-            old = recorded.get(f"sm_{architecture}", {}).get(str(configuration))
-            if recorded and old != compiled.resources:
-                notes.append(f"sm_{architecture}: recorded is {old}; if this is meant, use --write")
-        print(line)
-        for note in notes:
-            print(f"    {note}")
-        bad += len(notes)
+    every = [label(architecture) for architecture in (*ARCHITECTURES, *AMD)]
+    print(f"{'registers / shared bytes':68}" + "".join(f"{name:>14}" for name in every))
+    everything = list(configurations())
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn")) as pool:
+        for configuration, builds in zip(everything, pool.map(work, everything), strict=True):
+            line, notes = f"{configuration!s:68}", []
+            for architecture, resources, found in builds:
+                notes += [f"{architecture}: {problem}" for problem in found]
+                table.setdefault(architecture, {})[str(configuration)] = resources
+                line += f"{'{registers} / {shared}'.format(**resources):>14}"
+                old = recorded.get(architecture, {}).get(str(configuration))
+                if recorded and old != resources:
+                    notes.append(
+                        f"{architecture}: recorded is {old}; if this is meant, use --write"
+                    )
+            print(line, *notes, sep="\n    ", flush=True)
+            bad += len(notes)
     if write:
         content = {"triton": triton.__version__, "resources": table}
         TABLE.write_text(json.dumps(content, indent=1) + "\n")

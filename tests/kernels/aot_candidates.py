@@ -7,12 +7,14 @@ programs of a launch at once, and multiply with the instructions of the built-in
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 
 from tests.kernels import aot
 from tp_kernels.kernels._gemm import FEW_ROWS, TILINGS, Tiling
 from tp_kernels.planning import Hardware, ShapeClass, candidates
+from tp_kernels.planning.tilings import SIZES
 
 ELEMENTS = {2: "bf16", 4: "fp32"}
 # Ranks for which a kernel is largest: sums are unrolled.
@@ -29,7 +31,7 @@ MULTIPLY = re.compile(
 def choices(architecture: int, itemsize: int, kind: str) -> tuple[Tiling, ...]:
     """What a tuner would try; the first is the built-in choice."""
     rows = FEW_ROWS if kind == "few" else 2 * FEW_ROWS
-    shape = ShapeClass("linear_all_reduce", itemsize, WORLD, rows, 4096, 4096)
+    shape = ShapeClass("linear_all_reduce", 1, itemsize, WORLD, rows, 4096, 4096)
     return candidates(Hardware("", architecture), shape)
 
 
@@ -38,44 +40,45 @@ def instructions(ptx: str) -> set[str]:
     return {re.sub(r"m\d+n\d+(k\d+)", r"\1", found) for found in MULTIPLY.findall(ptx)}
 
 
-def check(
-    architecture: int, itemsize: int, kind: str, kernels: Sequence[str] = aot.PRODUCTS
-) -> Iterator[tuple[str, list[str]]]:
-    """Every different candidate and kernel, with what is wrong about it."""
+def check(architecture: int, itemsize: int, kind: str, kernel: str) -> list[tuple[str, list[str]]]:
+    """Every different candidate of a kernel, with what is wrong about it."""
     tilings = choices(architecture, itemsize, kind)
     block, processor = SHARED[architecture]
     processors = TILINGS[architecture, itemsize, kind].programs
-    for kernel in kernels:
-        configuration = aot.Configuration(kernel, ELEMENTS[itemsize], WORLD, kind)
-        usual = instructions(aot.build(configuration, architecture).ptx)
-        # Of equal code the most programs count; another order of tiles is not worth a compilation.
-        most: dict[Tiling, int] = {}
-        for tiling in tilings[1:]:
-            code = replace(tiling, programs=0, group=tilings[0].group)
-            most[code] = max(most.get(code, 0), tiling.programs)
-        for code, programs in most.items():
-            compiled = aot.build(configuration, architecture, tiling=code)
-            found = aot.problems(configuration, compiled, architecture)
-            if instructions(compiled.ptx) != usual:
-                found.append(f"{instructions(compiled.ptx)}; the built-in choice has {usual}")
-            if compiled.shared > block:
-                found.append(f"{compiled.shared} bytes of shared memory, at most {block}")
-            together = -(-programs // processors)
-            registers = -(-compiled.registers // 8) * 8 * 32 * code.warps
-            if together * max(registers / REGISTERS, (compiled.shared + 1024) / processor) > 1:
-                found.append(f"{programs} programs are not resident on {processors} processors")
-            line = f"{code.block_m} x {code.block_n} x {code.block_k}, {code.warps} warps"
-            what = f"sm_{architecture} {configuration} {line}, {code.stages} stages"
-            yield f"{what}: {compiled.registers} / {compiled.shared}", found
+    configuration = aot.Configuration(kernel, ELEMENTS[itemsize], WORLD, kind)
+    usual = instructions(aot.build(configuration, architecture).ptx)
+    # Of equal code the most programs count; another order of tiles is not worth a compilation.
+    most: dict[Tiling, int] = {}
+    for tiling in tilings[1:]:
+        code = replace(tiling, programs=0, group=tilings[0].group)
+        most[code] = max(most.get(code, 0), tiling.programs)
+    lines = []
+    for code, programs in most.items():
+        compiled = aot.build(configuration, architecture, tiling=code)
+        found = aot.problems(configuration, compiled, architecture)
+        if instructions(compiled.ptx) != usual:
+            found.append(f"{instructions(compiled.ptx)}; the built-in choice has {usual}")
+        if compiled.shared > block:
+            found.append(f"{compiled.shared} bytes of shared memory, at most {block}")
+        together = -(-programs // processors)
+        registers = -(-compiled.registers // 8) * 8 * 32 * code.warps
+        if together * max(registers / REGISTERS, (compiled.shared + 1024) / processor) > 1:
+            found.append(f"{programs} programs are not resident on {processors} processors")
+        line = f"{code.block_m} x {code.block_n} x {code.block_k}, {code.warps} warps"
+        what = f"sm_{architecture} {configuration} {line}, {code.stages} stages"
+        lines.append((f"{what}: {compiled.registers} / {compiled.shared}", found))
+    return lines
 
 
 def main() -> int:
     compiled = bad = 0
-    for architecture, itemsize, kind in TILINGS:
-        for line, notes in check(architecture, itemsize, kind):
-            print(line, flush=True)
-            for note in notes:
-                print(f"    {note}")
-            compiled, bad = compiled + 1, bad + len(notes)
+    cases = [(*key, kernel) for key in SIZES for kernel in aot.PRODUCTS]
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as processes:
+        for lines in processes.map(check, *zip(*cases, strict=True)):
+            for line, notes in lines:
+                print(line, flush=True)
+                for note in notes:
+                    print(f"    {note}")
+                compiled, bad = compiled + 1, bad + len(notes)
     print(f"{compiled} candidates compiled, {bad} problems")
     return 1 if bad else 0

@@ -9,7 +9,7 @@ import importlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -181,7 +181,7 @@ def back_to_back(package: str, operation: str, late: int, **options: Any) -> lis
         digests = []
         for seed, rows in enumerate((5, 13, 2)):
             if k.group.rank == late:
-                time.sleep(0.15)
+                time.sleep(0.3)
             digests += check(k, operation, (rows, 12), torch.float32, seed)
         return digests
 
@@ -191,19 +191,15 @@ def slow_rank(package: str, operation: str, slow: int, **options: Any) -> list[s
 
     What must not happen before a signal and what must not happen after it is then seen to happen.
     """
-    with kernels(package, **options) as k:
-        name = "all_reduce_rms_norm" if "rms_norm" in operation else operation.rstrip("_12")
-        with stalled(k.module(name)) if k.group.rank == slow else nullcontext():
-            return [
-                line
-                for seed in range(2)
-                for line in check(k, operation, (2, 60), torch.float32, seed)
-            ]
+    with kernels(package, **options) as k, stalled(k) if k.group.rank == slow else nullcontext():
+        return [
+            line for seed in range(2) for line in check(k, operation, (2, 60), torch.float32, seed)
+        ]
 
 
 @contextmanager
-def stalled(module: Any, seconds: float = 0.1) -> Iterator[None]:
-    """Kernels of `module` rest after each publish and observe."""
+def stalled(k: Kernels, seconds: float = 0.1) -> Iterator[None]:
+    """Kernels rest after each publish and observe."""
 
     def resting(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -213,10 +209,13 @@ def stalled(module: Any, seconds: float = 0.1) -> Iterator[None]:
 
         return call
 
-    with (
-        mock.patch.object(module, "publish", resting(module.publish)),
-        mock.patch.object(module, "observe", resting(module.observe)),
-    ):
+    real = k.module("_signals")
+    with ExitStack() as stack:
+        for module in [m for name, m in sys.modules.items() if name.startswith(f"{k.package}.")]:
+            for name in ("publish", "observe"):
+                if module is not real and hasattr(module, name):
+                    patch = mock.patch.object(module, name, resting(getattr(real, name)))
+                    stack.enter_context(patch)
         yield
 
 
@@ -256,7 +255,7 @@ def no_credit(package: str, operation: str) -> dict[str, int] | None:
     with kernels(package, depth=1) as k:
         x = torch.ones(4, 4)
         if k.group.rank == 1:
-            module = k.module(operation.rstrip("_12"))
+            module = k.module("_gather" if operation == "all_gather" else operation.rstrip("_12"))
             real = module.publish
 
             def publish(*args: Any) -> None:
@@ -340,10 +339,12 @@ def layouts() -> None:
 
 
 def of_copy(directory: str, package: str, test: str, *args: Any, **options: Any) -> Any:
-    """Run a body of this file with the kernels of `package` in `directory`."""
+    """Run a body, "file.function", with the kernels of `package` in `directory`."""
+    file, _, function = test.partition(".")
     sys.path.insert(0, directory)
     try:
         importlib.invalidate_caches()
-        return globals()[test](package, *args, **options)
+        module = importlib.import_module(f"tests.kernels.{file}")
+        return getattr(module, function)(package, *args, **options)
     finally:
         sys.path.remove(directory)

@@ -1,4 +1,7 @@
-"""What ranks do in the tests of the fused matrix products; see body.py."""
+"""What ranks do in the tests of the products that sum over ranks; see body.py.
+
+"linear_all_reduce_2" is linear_all_reduce in two shots.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,13 @@ from torch import Tensor
 from tests import oracle
 from tests.kernels.body import DTYPES, REAL, Kernels, check, kernels, stalled
 from tests.oracle import LAYOUTS, Case, digest
-from tp_kernels import CollectiveTimeoutError, ParallelGroup, ShapeError, UnsupportedError
+from tp_kernels import (
+    CollectiveTimeoutError,
+    ParallelGroup,
+    ShapeError,
+    UnsupportedError,
+    split_sizes,
+)
 
 # Of the interpreter's tiles in float32.
 CHUNK = 16 * 16 * 4
@@ -25,14 +34,22 @@ WIDTHS = (1, 5, 16, 17, 24)
 INNERS = (1, 2, 16, 31, 40)
 
 
-def run(k: Kernels, operation: str, x: Tensor, w: Tensor, **more: Any) -> Tensor:
+def module_of(k: Kernels, operation: str) -> Any:
+    return k.module(operation.removesuffix("_2"))
+
+
+def run(k: Kernels, operation: str, x: Any, w: Any, **more: Any) -> Tensor:
     """Into memory full of NaN, so that what nobody writes is seen."""
-    function = getattr(k.module(operation), operation)
-    rows = x.shape[0]
-    if operation == "linear_reduce_scatter":
-        rows = len(torch.arange(rows).tensor_split(k.group.size)[k.group.rank])
-    out = torch.full((rows, w.shape[0]), torch.nan, dtype=x.dtype)
-    assert function(x, w, k.workspace, out=out, **more) is out
+    name = operation.removesuffix("_2")
+    if name == "linear_all_reduce":
+        more["shots"] = 2 if operation.endswith("_2") else 1
+    first, (width, _) = (x, w.shape) if isinstance(x, Tensor) else (x[0], w[0].shape)
+    rows = len(first)
+    if name == "linear_reduce_scatter":
+        counts = more.get("counts") or split_sizes(rows, k.group.size)
+        rows = counts[k.group.rank]
+    out = torch.full((rows, width), torch.nan, dtype=first.dtype)
+    assert getattr(k.module(name), name)(x, w, k.workspace, out=out, **more) is out
     return out
 
 
@@ -41,7 +58,7 @@ def cases(operation: str, seed: int, each: int) -> list[Case]:
     random = Random(f"{operation} {seed}")
     return [
         Case(
-            operation,
+            operation.removesuffix("_2"),
             leading=(ROWS[(seed + index) % len(ROWS)],),
             inner=random.choice(INNERS),
             outs=(random.choice(WIDTHS),),
@@ -98,10 +115,10 @@ def bits(
     x, w, bias = given[k.group.rank]
     used = bias if seed % 2 else None
     y = run(k, operation, x, w, bias=used)
-    module = k.module(operation)
+    module = module_of(k, operation)
     extra = (k.group.rank,) if operation == "linear_reduce_scatter" else ()
     expected = module.reference([g[0] for g in given], [g[1] for g in given], used, *extra)
-    assert digest(y) == digest(expected), (operation, shape, dtype, seed, k.group.rank)
+    k.expect(digest(y) == digest(expected), operation, shape, dtype, seed, k.group.rank)
     return digest(y)
 
 
@@ -114,6 +131,42 @@ def exact(
             for dtype in DTYPES
             for seed, shape in enumerate(shapes)
         ]
+
+
+def several_pairs(
+    package: str, operation: str, unit: int = 1, transposed: bool = False, **options: Any
+) -> list[str]:
+    """Products of three pairs of x and W, summed before they are rounded; parts of `unit` rows."""
+    inners, width, digests = (5, 1, 19), 18, []
+    with kernels(package, **{"chunk": CHUNK} | options) as k:
+        size, rank = k.group.size, k.group.rank
+        for rows in (size + 1, 3):
+            counts = [unit * count for count in split_sizes(rows, size)]
+            given = [
+                [
+                    whole_numbers((unit * rows, width, inner), torch.bfloat16, peer, inner)
+                    for inner in inners
+                ]
+                for peer in range(size)
+            ]
+            xs, ws = ([pair[side] for pair in given[rank]] for side in (0, 1))
+            if transposed:  # as in a backward
+                ws = [w.t().contiguous().t() for w in ws]
+            more = {"counts": counts} if operation == "linear_reduce_scatter" else {}
+            y = run(k, operation, xs, ws, **more)
+            parts = [
+                sum(x.float() @ w.float().t() for x, w, _ in pairs).bfloat16().float()  # type: ignore[union-attr]
+                for pairs in given
+            ]
+            expected = parts[0]
+            for part in parts[1:]:
+                expected = expected + part
+            if more:
+                start = sum(counts[:rank])
+                expected = expected[start : start + counts[rank]]
+            k.expect(digest(y) == digest(expected.bfloat16()), operation, rows, rank)
+            digests.append(digest(y))
+    return digests
 
 
 def back_to_back(package: str, operation: str, late: int, **options: Any) -> list[str]:
@@ -131,7 +184,7 @@ def slow_rank(package: str, operation: str, slow: int, **options: Any) -> list[s
     """Rank `slow` rests after each signal, while the others run as far ahead as they may."""
     with (
         kernels(package, channels=1, chunk=CHUNK, **options) as k,
-        stalled(k.module(operation), 0.05) if k.group.rank == slow else nullcontext(),
+        stalled(k, 0.05) if k.group.rank == slow else nullcontext(),
     ):
         return [bits(k, operation, (66, 17, 9), torch.float32, seed) for seed in range(2)]
 
@@ -170,7 +223,7 @@ def refused(operation: str) -> None:
     """Errors come before any signal, so ranks go on together afterwards."""
     x, w = torch.ones(4, 3), torch.ones(5, 3)
     with kernels(chunk=CHUNK) as k:
-        function = getattr(k.module(operation), operation)
+        function = getattr(module_of(k, operation), operation)
         for error, text, args, more in (
             (ShapeError, "expected \\[R, K\\]", (x, w.t()), {}),
             (ShapeError, "expected \\[R, K\\]", (x[0], w), {}),

@@ -18,7 +18,7 @@ def test_what_does_not_fit_is_found(monkeypatch):
         replace(usual, programs=3 * 132),
     )
     monkeypatch.setattr(aot_candidates, "choices", lambda *_: choices)
-    found = aot_candidates.check(90, 2, "few", ["linear_reduce_scatter.scatter"])
+    found = aot_candidates.check(90, 2, "few", "linear_reduce_scatter.scatter")
     nothing, small, deep, many = (notes for _, notes in found)
     assert nothing == []
     assert any("mma.sync.aligned.k16" in note for note in small)

@@ -36,6 +36,12 @@ def test_bits(interpreted, size):
     interpreted(size).run(body.exact, REAL, OPERATION, SHAPES)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_several_pairs(interpreted, size):
+    """And parts of several rows, as of inputs of more than two dimensions."""
+    interpreted(size).run(body.several_pairs, REAL, OPERATION, unit=7, transposed=size == 3)
+
+
 @pytest.mark.parametrize("depth", [4, 8])
 def test_more_buffers(interpreted, depth):
     interpreted(2).run(body.exact, REAL, OPERATION, SHAPES[-1:], depth=depth, channels=1)

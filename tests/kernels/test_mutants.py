@@ -1,17 +1,22 @@
-"""Each defect of mutants.py is found by the test it names."""
+"""Each defect of mutants.py and product_mutants.py is found by the test it names."""
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 
-from tests.kernels import body, mutants, test_collectives
+from tests.kernels import body, mutants, product_mutants
 from tests.kernels.mutants import Mutant
 from tp_kernels import CollectiveTimeoutError, RankError
 
 
-@pytest.mark.parametrize("mutant", mutants.INTERPRETED, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize(
+    "mutant", mutants.INTERPRETED + product_mutants.MUTANTS, ids=lambda mutant: mutant.name
+)
 def test_is_found(interpreted, tmp_path, mutant: Mutant):
-    assert hasattr(test_collectives, mutant.test)
+    file, _, test = mutant.test.partition(".")
+    assert hasattr(importlib.import_module(f"tests.kernels.{file}"), test)
     package = mutant.write(tmp_path)
     with pytest.raises(RankError) as caught:
         interpreted(mutant.size).run(

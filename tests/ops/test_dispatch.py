@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 from random import Random
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.oracle import OPERATIONS, Case, call, shard
-from tp_kernels import ParallelGroup, UnsupportedError, explain
-from tp_kernels.dispatch import CHUNKED_MIN_ROWS, choose
+from tp_kernels import Choice, ParallelGroup, UnsupportedError, explain
+from tp_kernels.comm.triton_support import TritonSupport
+from tp_kernels.dispatch import CHUNKED_MIN_ROWS, TRITON_MOST_RANKS, choose
 
 FEATURES = {"in_features": 24, "out_features": 12}
 
@@ -113,7 +118,9 @@ def test_an_unknown_implementation_is_refused(world, size):
 def misspell() -> None:
     with ParallelGroup(timeout=30) as group:
         for op in OPERATIONS:
-            with pytest.raises(UnsupportedError, match="known are reference, chunked, host"):
+            with pytest.raises(
+                UnsupportedError, match="known are reference, chunked, host, triton"
+            ):
                 call(Case(op, implementation="hots"), shard(Case(op), group.size, 0), group)
         assert not group.stats()["calls"]
         with pytest.raises(UnsupportedError, match="known are"):
@@ -136,6 +143,7 @@ def read_explanations() -> None:
         assert "provider=none: provider='none' was asked for" in repr(group)
         assert text(group) == (
             "linear_all_reduce: reference (too small to overlap)\n"
+            "  not triton: CPU tensors run in Triton's interpreter, which is for tests\n"
             "  not host: provider='none' was asked for\n"
             f"  not chunked: 4 rows < {CHUNKED_MIN_ROWS}: one collective is faster"
         )
@@ -184,3 +192,71 @@ def count_seconds() -> None:
             assert group.stats()["seconds"] > 0
             group.reset_stats()
             assert group.stats() == {"calls": {}, "seconds": 0.0}
+
+
+def explain_linear(group: ParallelGroup, **options: Any) -> Choice:
+    return explain("linear_all_reduce", rows=4, group=group, **FEATURES, **options)
+
+
+def test_ranks_with_different_environments_refuse_together(world):
+    """One rank alone must not decide that it can, or cannot: the others would wait for it."""
+    reasons = world(2).run(differ, ["1", None])
+    assert reasons[0] == reasons[1]
+    assert "rank 1: CPU tensors need Triton's interpreter: set TRITON_INTERPRET=1" in reasons[0]
+
+
+def differ(values: list[str | None]) -> str:
+    with mock.patch.dict(os.environ):
+        os.environ.pop("TRITON_INTERPRET", None)
+        value = values[dist.get_rank()]
+        if value is not None:
+            os.environ["TRITON_INTERPRET"] = value
+        group = ParallelGroup(timeout=30)
+    with group:
+        with pytest.raises(UnsupportedError) as caught:
+            explain_linear(group, implementation="triton")
+        return str(caught.value).replace(f"on rank {group.rank}", "")
+
+
+def test_an_environment_that_changed_after_the_import(world):
+    for error in world(2).run(change_environment):
+        assert "rank 1: TRITON_INTERPRET has changed since tp_kernels.kernels was imported" in error
+
+
+def change_environment() -> str:
+    """Kernels of rank 1 are for GPUs by now; both ranks refuse."""
+    if dist.get_rank() == 1:
+        importlib.import_module("tp_kernels.kernels")
+    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"), ParallelGroup(timeout=30) as group:
+        with pytest.raises(UnsupportedError) as caught:
+            calls_of(Case("linear_all_reduce", implementation="triton"), group)
+        return str(caught.value)
+
+
+def test_cuda_tensors_go_to_kernels_first(world):
+    world(2).run(choose_for_cuda)
+
+
+def choose_for_cuda() -> None:
+    """Where the ranks' devices and memory allow it, which is pretended here."""
+    with ParallelGroup(timeout=30) as group:
+        here = explain_linear(group, device="cuda")
+        assert here.implementation == "reference" and "no CUDA device" in here.rejected["triton"]
+        group.decisions.clear()
+        group.triton_support = [TritonSupport(None, False, 90)] * 2
+        found = explain_linear(group, device="cuda").rejected["triton"]
+        assert found == "no memory of cuda devices that all ranks address"
+        group.decisions.clear()
+        with mock.patch("tp_kernels.dispatch.region_obstacle", return_value=None):
+            choice = explain_linear(group, device="cuda")
+            assert choice.implementation == "triton"
+            assert set(choice.rejected) == {"host", "chunked", "reference"}
+            wide = explain_linear(group, device="cuda", dtype=torch.float64)
+            assert wide.implementation == "reference" and "float64" in wide.rejected["triton"]
+            group.decisions.clear()
+            with mock.patch.object(group, "size", 33):
+                assert "33 ranks" in explain_linear(group, device="cuda").rejected["triton"]
+
+
+def test_as_many_ranks_as_the_kernels():
+    assert TRITON_MOST_RANKS == importlib.import_module("tp_kernels.kernels._signals").MOST_RANKS

@@ -185,7 +185,7 @@ def write_many(path: Path, hardware: Hardware, entry: Entry, count: int) -> list
     problems = []
     for index in range(count):
         torch.distributed.barrier()
-        shape = ShapeClass("linear_all_reduce", 2, 2 + rank, 1 << index, 1, 1)
+        shape = ShapeClass("linear_all_reduce", 1, 2, 2 + rank, 1 << index, 1, 1)
         problems.append(cache.add(path, hardware, {shape: entry}))
         tables, problem = cache.read(path)
         problems += [problem, "" if shape in tables[hardware] else f"{shape} is lost"]

@@ -13,7 +13,7 @@ from tp_kernels import UnsupportedError
 from tp_kernels.planning import Entry, Hardware, ShapeClass, cache
 
 GPU = Hardware("NVIDIA H200", 90, "3.7.1", "0.1.0")
-SHAPE = ShapeClass("linear_all_reduce", 2, 8, 16, 4096, 8192)
+SHAPE = ShapeClass("linear_all_reduce", 1, 2, 8, 16, 4096, 8192)
 TILING = {"block_m": 64, "block_n": 64, "block_k": 64, "warps": 4, "stages": 4}
 ENTRY = Entry(TILING, 12.5, 12.0, 13.25, 100, 15.0, "16 x 4096 x 7168", "2026-01-02T03:04:05+00:00")
 

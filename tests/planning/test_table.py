@@ -13,7 +13,7 @@ from tp_kernels import ParallelGroup
 from tp_kernels.planning import Hardware, ShapeClass, TuningTable, cache, candidates, load
 
 CPU = Hardware.of(torch.device("cpu"))
-SHAPE = ShapeClass("linear_all_reduce", 4, 2, 16, 64, 64)
+SHAPE = ShapeClass("linear_all_reduce", 1, 4, 2, 16, 64, 64)
 
 
 def entry(hardware: Hardware, choice: int, **changes: int):
@@ -105,7 +105,7 @@ def test_what_became_of_a_damaged_file_is_said_on_all_ranks(world, tmp_path):
 
 def test_lookup():
     tiling = candidates(GPU, SHAPE)[1]
-    shape = ShapeClass("linear_reduce_scatter", 2, 4, 128, 4096, 2048)
+    shape = ShapeClass("linear_reduce_scatter", 1, 2, 4, 128, 4096, 2048)
     table = TuningTable(GPU, {shape: tiling})
     half = torch.bfloat16
 

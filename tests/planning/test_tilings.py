@@ -26,7 +26,7 @@ from tp_kernels.planning.tilings import SIZES
 
 INTERPRETED = Hardware.of(torch.device("cpu"))
 CLASSES = [
-    (Hardware("", family), ShapeClass("linear_all_reduce", itemsize, 2, rows, 4096, 4096))
+    (Hardware("", family), ShapeClass("linear_all_reduce", 1, itemsize, 2, rows, 4096, 4096))
     for family in (80, 90, 100)
     for itemsize in (2, 4)
     for rows in (FEW_ROWS, 2 * FEW_ROWS)
@@ -45,8 +45,12 @@ def test_buckets_are_powers_of_two():
 @given(sizes, sizes, sizes, st.integers(1, 32), st.sampled_from(OPERATIONS))
 def test_class_of_any_product(rows, n, k, world, operation):
     shape = ShapeClass.of(operation, rows, n, k, torch.bfloat16, world)
+    assert shape == ShapeClass.of(operation, split_sizes(rows, world), n, k, torch.bfloat16, world)
     # What the kernels pass to `choose`.
-    counted = split_sizes(rows, world)[0] if operation == "linear_reduce_scatter" else rows
+    two = operation == "linear_all_reduce" and rows > FEW_ROWS and world != 2
+    whole = operation == "linear_all_reduce" and not two
+    counted = rows if whole else split_sizes(rows, world)[0]
+    assert shape.shots == 1 + two
     for size, bucket in ((counted, shape.rows), (n, shape.width), (k, shape.inner)):
         assert bucket / 2 < size <= bucket and bucket & (bucket - 1) == 0
     # Or the built-in choice, and BLOCK_K with it, would not be one for a class.
@@ -58,6 +62,16 @@ def test_class_of_any_product(rows, n, k, world, operation):
 def test_nothing_to_multiply(numbers):
     with pytest.raises(ShapeError):
         ShapeClass.of("linear_all_reduce", *numbers, torch.float16, 2)
+
+
+def test_rows_of_each_rank():
+    """Of the rank that has most, as the kernels count them."""
+    shape = ShapeClass.of("linear_reduce_scatter", [96, 32], 1, 1, torch.float16, 2)
+    assert shape.rows == 128 and shape.kind == "many"
+    shape = ShapeClass.of("linear_all_reduce", [96, 32], 1, 1, torch.float16, 2)
+    assert (shape.rows, shape.shots) == (128, 1)
+    shape = ShapeClass.of("linear_all_reduce", [96, 32, 0], 1, 1, torch.float16, 3)
+    assert (shape.rows, shape.shots) == (128, 2)
 
 
 def test_unknown_operation():
@@ -100,14 +114,14 @@ def test_candidates(hardware, shape):
         for side in (one.block_m, one.block_n):
             assert side >= 16 and side & (side - 1) == 0
         assert one.chunk(torch.float16 if shape.itemsize == 2 else torch.float32) <= 1 << 16
-    assert SIZES.keys() == TILINGS.keys()
+    assert SIZES.keys() <= TILINGS.keys()
 
 
 def test_workspace():
     hardware, shape = CLASSES[4]
     found = candidates(hardware, shape)
     wanted = workspace_shape(found, torch.bfloat16, 4)
-    assert wanted == WorkspaceShape(4, 264, 1 << 15, 2)
+    assert wanted == WorkspaceShape(4, 264, 1 << 15, 4)
     assert workspace_shape((INTERPRETER,), torch.float32, 2).channels == 1024
 
 

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 from tp_kernels.comm import ShapeError
-from tp_kernels.dispatch import IMPLEMENTATIONS
 
 from . import measure
 from .block_work import PARTS, PRESETS, work
@@ -24,6 +23,8 @@ PASSES = ("forward", "forward+backward")
 HIDDEN = (576, 2048)
 ROWS = (1, 128, 512)
 ONE = "1 process"
+# Implementations that compute on CPU tensors: "triton" would only be interpreted.
+CONTESTANTS = ("host", "chunked", "reference")
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,7 @@ def run(settings: Settings, peers: Peers, progress: Progress) -> list[dict[str, 
     def start(stack: ExitStack, world: int) -> tuple[list[Contestant], measure.Derive]:
         split = measure.start_pool(stack, settings, world)
         contestants: list[Contestant] = [
-            split.contestant(name, partial(work, implementation=name))
-            for name in reversed(IMPLEMENTATIONS)
+            split.contestant(name, partial(work, implementation=name)) for name in CONTESTANTS
         ]
         threads = world * settings.threads
         for count, name in ((1, f"{ONE}, 1 thread"), (threads, f"{ONE}, {threads} threads")):

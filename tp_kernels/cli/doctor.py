@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -24,7 +25,7 @@ from tp_kernels import (
 )
 from tp_kernels.comm import short_way
 from tp_kernels.comm.launch import launch
-from tp_kernels.dispatch import IMPLEMENTATIONS
+from tp_kernels.dispatch import IMPLEMENTATIONS, obstacle
 from tp_kernels.ops.linear_all_reduce import linear_all_reduce
 
 # All that design and documentation speak of; those that this version has are in IMPLEMENTATIONS.
@@ -103,20 +104,33 @@ def print_report(found: dict[str, Any], *, as_json: bool = False) -> None:
 
 
 def check_implementations() -> dict[str, str | None]:
-    """In a rank: a small product with each implementation; why it failed, or None."""
+    """In a rank: a small product with each implementation; why it failed, or None.
+
+    On CPU tensors, but "triton" on GPUs where every rank has one.
+    """
     problems: dict[str, str | None] = {}
+    gpus = torch.cuda.device_count() >= dist.get_world_size()
+    if gpus:
+        torch.cuda.set_device(dist.get_rank())
     with ParallelGroup(timeout=20.0) as group:
         x = torch.arange(12.0).reshape(3, 4) + group.rank
         weight = torch.ones(2, 4)
         inputs = torch.stack([x - group.rank + other for other in range(group.size)])
         expected = inputs.sum(0) @ weight.T
         for name in IMPLEMENTATIONS:
+            device = "cuda" if name == "triton" and gpus else "cpu"
+            problems[name] = obstacle(name, group, weight.shape[0], x.dtype, device)
+            if problems[name]:
+                continue
             try:
-                result = linear_all_reduce(x, weight, group=group, implementation=name)
+                result = linear_all_reduce(
+                    x.to(device), weight.to(device), group=group, implementation=name
+                )
             except TpKernelsError as error:
                 problems[name] = str(error)
             else:
-                problems[name] = None if torch.equal(result, expected) else "a wrong result"
+                correct = torch.equal(result.cpu(), expected)
+                problems[name] = None if correct else "a wrong result"
     return problems
 
 
@@ -136,8 +150,6 @@ def _implementations(gpus: list[str], built: dict[str, Any]) -> dict[str, dict[s
             reasons = ["this version has no kernels for it"]
             if not gpus:
                 reasons.append("no CUDA GPU")
-            if name == "triton" and _version("triton") is None:
-                reasons.append("triton is not installed")
             if name == "cuda" and not built["_cuda"]["built"]:
                 reasons.append("_cuda is not built")
             states[name] = {"available": False, "why": "; ".join(reasons)}

@@ -106,13 +106,14 @@ def show(path: Path | None) -> None:
         console.print(f"{path}: nothing measured yet", highlight=False, soft_wrap=True)
     for hardware, entries in sorted(tables.items()):
         console.print(f"\n[bold]{escape(str(hardware))}[/]{_label(hardware)}", highlight=False)
-        table = new_table("op", "bits", "ranks", "M <=", "N <=", "K <=", "tile", "warps", "stages",
+        table = new_table("op", "shots", "bits", "ranks", "M <=", "N <=", "K <=", "tile", "warps", "stages",
                           "programs", "us (p10..p90)", "ratio", "date")  # fmt: skip
         for shape, one in sorted(entries.items()):
             tiling = one.tiling
             table.add_row(
                 shape.operation,
-                *map(str, (8 * shape.itemsize, shape.world, shape.rows, shape.width, shape.inner)),
+                *map(str, (shape.shots, 8 * shape.itemsize, shape.world)),
+                *map(str, (shape.rows, shape.width, shape.inner)),
                 _tile(tiling),
                 *(str(tiling.get(name, "?")) for name in ("warps", "stages", "programs")),
                 *_times(one),

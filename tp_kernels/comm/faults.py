@@ -91,6 +91,19 @@ def error_from_process_group(
     return PeerLostError(f"{where} lost the connection to {whom}: {text}")
 
 
+def error_from_kernel(
+    failure: CollectiveTimeoutError, group: ParallelGroup, operation: str
+) -> TpKernelsError:
+    """A kernel knows whom it waited for, but not what has become of that rank."""
+    where = f"{operation}: rank {group.rank} of group '{group.name}'"
+    dead, stopped = suspects(group.identities, group.rank)
+    if dead:
+        return PeerLostError(f"{where} lost {_ranks(dead)} (process ended): {failure}")
+    if stopped:
+        return CollectiveTimeoutError(f"{where} waited for {_ranks(stopped)} (stopped): {failure}")
+    return CollectiveTimeoutError(f"{where}: {failure}")
+
+
 def not_waiting(group: ParallelGroup, operation: str) -> list[int]:
     """Ranks that do not report to have waited in vain too: those the others have waited for."""
     rendezvous = group.rendezvous

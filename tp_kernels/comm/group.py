@@ -18,14 +18,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .cores import Cores, spare_cores
-from .errors import TpKernelsError, UnsupportedError
-from .faults import error_from_host, error_from_process_group, is_transport_failure
+from .errors import CollectiveTimeoutError, TpKernelsError, UnsupportedError
+from .faults import (
+    error_from_host,
+    error_from_process_group,
+    is_transport_failure,
+)
 from .host_slot import HostSlot
 from .process_group import ProcessGroupTransport
 from .rendezvous import Rendezvous, construction_index
 from .short_way import ShortWay
 from .symmetric_memory import SymmetricMemory, _host, host_obstacle
 from .topology import HostIdentity
+from .triton_support import TritonSupport
 
 GroupLike: TypeAlias = "ParallelGroup | dist.ProcessGroup | DeviceMesh | None"
 T = TypeVar("T")
@@ -47,9 +52,9 @@ class ParallelGroup:
             otherwise, with the reason in `provider_reason`; "host" insists; "none" never shares memory.
         timeout: seconds any wait may last before it raises. Shared memory names the rank waited for; a
             process group does so at the deadline, or at once for ranks of this host that died.
-        implementation: force one implementation of every op ("reference", "chunked", "host").
-        check: compare op, dtype and shape over the ranks before every process-group collective.
-            "auto" does so for CPU tensors; host memory always compares, at no cost.
+        implementation: force one implementation of every op ("reference", "chunked", "host", "triton").
+        check: compare op, dtype and shape over the ranks before every process-group collective and
+            Triton kernel. "auto" does so for CPU tensors; host memory always compares, at no cost.
         window: bytes of one shared buffer; longer messages move in pieces of this size.
         communication_thread: whether a thread of its own sums what peers have published while this rank
             computes. "auto" does so where the affinity masks leave every rank a core for it. True or
@@ -74,9 +79,10 @@ class ParallelGroup:
     ) -> None:
         if provider not in ("auto", "host", "none"):
             raise UnsupportedError(f"provider={provider!r}: use 'auto', 'host' or 'none'")
-        if implementation not in ("auto", "reference", "chunked", "host"):
+        if implementation not in ("auto", "reference", "chunked", "host", "triton"):
             raise UnsupportedError(
-                f"implementation={implementation!r}: use 'auto', 'reference', 'chunked' or 'host'"
+                f"implementation={implementation!r}: use 'auto', 'reference', 'chunked', 'host' or "
+                "'triton'"
             )
         if not timeout > 0:
             raise UnsupportedError(f"timeout={timeout}: use a positive number of seconds")
@@ -95,6 +101,9 @@ class ParallelGroup:
         self.size: int = len(self.ranks)
         self.rank = 0 if self.process_group is None else dist.get_rank(self.process_group)
         self.identities = [HostIdentity.current()]
+        self.triton_support: list[
+            TritonSupport
+        ] = []  # of every rank; of a rank alone, none is needed
         self.memory: SymmetricMemory | None = None
         self.slot: HostSlot  # with `memory`: for this group's own operations, one after the other
         self.short = ShortWay()
@@ -105,6 +114,7 @@ class ParallelGroup:
         self._closed = False
         # Of P2PChannel; they fail and close with the group.
         self.channels: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.workspaces: dict[str, Any] = {}  # of kernels, by kind of device: see ops/_workspace.py
 
         self.communication_thread = communication_thread is True
         self.overlap_reason = "communication_thread was given"
@@ -136,6 +146,8 @@ class ParallelGroup:
         self.rendezvous = rendezvous = Rendezvous(store, name, self.rank, self.size, self.timeout)
         hello = rendezvous.exchange("identity", HostIdentity.current().to_json())
         self.identities = [HostIdentity.from_json(text) for text in hello]
+        support = rendezvous.exchange("triton", TritonSupport.current().to_json())
+        self.triton_support = [TritonSupport.from_json(text) for text in support]
         self._transport = ProcessGroupTransport(pg, self.rank, self.size, self.timeout, check)
         self._obstacle = (
             "provider='none' was asked for"
@@ -251,10 +263,17 @@ class ParallelGroup:
     ) -> NoReturn:
         """Raise what `failure` of an operation means, and tell the peers if they have to know."""
         self.check_open(operation)
-        if isinstance(failure, TpKernelsError):
+        error: Exception
+        if isinstance(
+            failure, CollectiveTimeoutError
+        ):  # of a kernel: its signals are lost for good
+            error = CollectiveTimeoutError(
+                f"{operation}: rank {self.rank} of group '{self.name}': {failure}"
+            )
+        elif isinstance(failure, TpKernelsError):
             raise failure
-        if isinstance(failure, _HostFault):
-            error: Exception = error_from_host(failure, self, operation)
+        elif isinstance(failure, _HostFault):
+            error = error_from_host(failure, self, operation)
         elif is_transport_failure(failure):
             error = error_from_process_group(failure, self, operation, peer)
         else:
@@ -311,6 +330,8 @@ class ParallelGroup:
         _groups.pop(self.name, None)
         for channel in self.channels:
             channel.leave()
+        for workspace in self.workspaces.values():
+            workspace.close()
         for memory in (self.memory, *self._memories):
             if memory is not None:
                 memory.close()

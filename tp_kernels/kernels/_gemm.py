@@ -7,11 +7,14 @@ splitting K for few rows, and measured entries in the table below.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import linear
 
 from tp_kernels.comm.errors import ShapeError, UnsupportedError
 
@@ -28,6 +31,7 @@ class Tiling:
         warps, stages: of a program, and of its loads along K.
         programs: at most so many; one for each multiprocessor of the largest device of its kind.
         group: row blocks that are walked together, so that they share what they read of W in the L2 cache.
+        senders: of the programs, so many gather rows while the others multiply (all_gather_linear).
     """
 
     block_m: int
@@ -37,6 +41,7 @@ class Tiling:
     stages: int
     programs: int
     group: int = 8
+    senders: int = 16
 
     def chunk(self, dtype: torch.dtype) -> int:
         """Bytes of a tile on its way to a peer."""
@@ -62,24 +67,30 @@ REGISTERS = 255
 # Rows of a rank's part up to which the tiles of "few" rows are taken.
 FEW_ROWS = 64
 
-# By architecture, bytes of an element, and rows. 80 serves all that are not in the table: it stays within
-# the 99 KiB of shared memory of 8.6, 8.9 and 12.0. Sizes are those that fill the matrix units without
-# spilling (tests/kernels/resources.json); none is measured yet.
+# By architecture, bytes of an element, and shape: few rows, many rows, or the gradient of a weight. 80 serves
+# all that are not in the table: it stays within the 99 KiB of shared memory of 8.6, 8.9 and 12.0. Sizes are
+# those that fill the matrix units without spilling (tests/kernels/resources.json); none is measured yet.
 TILINGS = {
     (80, 2, "few"): Tiling(64, 128, 64, 4, 3, 108),
     (80, 2, "many"): Tiling(128, 128, 32, 8, 4, 108),
-    (80, 4, "few"): Tiling(32, 64, 16, 4, 3, 108),
+    (80, 2, "gradient"): Tiling(128, 128, 32, 8, 4, 108),
+    (80, 4, "few"): Tiling(32, 64, 16, 8, 3, 108),
     (80, 4, "many"): Tiling(64, 64, 16, 8, 3, 108),
+    (80, 4, "gradient"): Tiling(64, 64, 16, 8, 3, 108),
     (90, 2, "few"): Tiling(64, 128, 64, 4, 4, 132),
     (90, 2, "many"): Tiling(128, 256, 64, 8, 3, 132),
-    (90, 4, "few"): Tiling(32, 64, 16, 4, 3, 132),
+    (90, 2, "gradient"): Tiling(64, 256, 64, 8, 3, 132),
+    (90, 4, "few"): Tiling(32, 64, 16, 8, 3, 132),
     (90, 4, "many"): Tiling(64, 64, 16, 8, 3, 132),
+    (90, 4, "gradient"): Tiling(64, 64, 16, 8, 3, 132),
     (100, 2, "few"): Tiling(64, 128, 64, 4, 4, 148),
     (100, 2, "many"): Tiling(128, 256, 64, 8, 3, 148),
-    (100, 4, "few"): Tiling(32, 64, 16, 4, 3, 148),
+    (100, 2, "gradient"): Tiling(128, 128, 64, 8, 4, 148),
+    (100, 4, "few"): Tiling(32, 64, 16, 8, 3, 148),
     (100, 4, "many"): Tiling(64, 64, 16, 8, 3, 148),
+    (100, 4, "gradient"): Tiling(64, 64, 16, 8, 3, 148),
 }
-INTERPRETER = Tiling(16, 16, 16, 1, 1, 65535, 2)
+INTERPRETER = Tiling(16, 16, 16, 1, 1, 65535, 2, 2)
 
 
 def choose(x: Tensor, rows: int) -> Tiling:
@@ -87,34 +98,95 @@ def choose(x: Tensor, rows: int) -> Tiling:
 
     All ranks must have devices of one architecture.
     """
+    return _tiling(x, "few" if rows <= FEW_ROWS else "many")
+
+
+def choose_for_gradient(x: Tensor) -> Tiling:
+    """The tiling for gradients of weights."""
+    return _tiling(x, "gradient")
+
+
+def _tiling(x: Tensor, shape: str) -> Tiling:
     if x.is_cpu:
         return INTERPRETER
     architecture = 10 * torch.cuda.get_device_capability(x.device)[0]
     known = architecture if (architecture, 2, "few") in TILINGS else 80
-    return TILINGS[known, x.element_size(), "few" if rows <= FEW_ROWS else "many"]
+    return TILINGS[known, x.element_size(), shape]
 
 
-def check_product(
-    operation: str, workspace: Workspace, x: Tensor, w: Tensor, bias: Tensor | None
-) -> None:
-    """Refuse what is not x [R, K], w [N, K], bias [N] of one dtype on the device of the workspace."""
-    check_operand(operation, workspace, x)
+Pairs = tuple[list[Tensor], list[Tensor]]
+
+
+def check_pairs(
+    operation: str,
+    workspace: Workspace,
+    x: Tensor | Sequence[Tensor],
+    w: Tensor | Sequence[Tensor],
+    bias: Tensor | None,
+) -> Pairs:
+    """Refuse what is not x_i [R, K_i], w_i [N, K_i], bias [N] of one dtype on the workspace's device."""
+    xs, ws = as_list(x), as_list(w)
     where = f"{operation} on rank {workspace.rank} of {workspace.world}"
-    if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[1]:
-        raise ShapeError(
-            f"{where}: x is {tuple(x.shape)}, w {tuple(w.shape)}; expected [R, K] and [N, K]"
-        )
-    if (
-        max(*x.shape, *w.shape) >= 2**31 - 2**16
-    ):  # kernels count them, rounded up to tiles, in int32
-        raise UnsupportedError(f"{where}: x is {tuple(x.shape)}, w {tuple(w.shape)}: 2^31 or more")
+    if len(xs) != len(ws) or not xs:
+        raise ShapeError(f"{where}: {len(xs)} times x and {len(ws)} times w; expected pairs")
+    for one, other in zip(xs, ws, strict=True):
+        check_operand(operation, workspace, one)
+        if one.dim() != 2 or other.dim() != 2 or one.shape[1] != other.shape[1]:
+            raise ShapeError(
+                f"{where}: x is {tuple(one.shape)}, w {tuple(other.shape)}; expected [R, K] and [N, K]"
+            )
+        if one.shape[0] != xs[0].shape[0] or other.shape[0] != ws[0].shape[0]:
+            raise ShapeError(
+                f"{where}: pairs are {_shapes(xs)} and {_shapes(ws)}; expected [R, K_i] and [N, K_i]"
+            )
+    check_width(where, ws[0], bias)
+    check_alike(where, xs[0], x=xs, w=ws, bias=[bias])
+    return xs, ws
+
+
+def check_width(where: str, w: Tensor, bias: Tensor | None) -> None:
     if bias is not None and bias.shape != w.shape[:1]:
         raise ShapeError(f"{where}: bias is {tuple(bias.shape)}; expected [{w.shape[0]}]")
-    for name, t in (("w", w), ("bias", bias)):
-        if t is not None and (t.dtype, t.device) != (x.dtype, x.device):
-            raise UnsupportedError(
-                f"{where}: {name} is {t.dtype} on {t.device}, x is {x.dtype} on {x.device}"
-            )
+
+
+def check_alike(where: str, x: Tensor, /, **others: Sequence[Tensor | None]) -> None:
+    """Refuse what has another dtype or device than x, and sizes that kernels cannot count in int32."""
+    for name, tensors in {"x": [x], **others}.items():
+        for t in tensors:
+            if t is None:
+                continue
+            if (t.dtype, t.device) != (x.dtype, x.device):
+                raise UnsupportedError(
+                    f"{where}: {name} is {t.dtype} on {t.device}, x is {x.dtype} on {x.device}"
+                )
+            if max(t.shape, default=0) >= 2**31 - 2**16:  # they are rounded up to tiles
+                raise UnsupportedError(f"{where}: {name} is {tuple(t.shape)}: 2^31 or more")
+
+
+def as_list(x: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    return [x] if isinstance(x, Tensor) else list(x)
+
+
+def _shapes(tensors: Sequence[Tensor]) -> str:
+    return " and ".join(str(tuple(t.shape)) for t in tensors)
+
+
+def dense(xs: Sequence[Tensor], ws: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+    """The product of one rank; of a single pair as torch's layer has it."""
+    if len(xs) == 1:
+        return linear(xs[0], ws[0], bias)
+    total = torch.cat([x.float() for x in xs], 1) @ torch.cat([w.float() for w in ws], 1).t()
+    return (total if bias is None else total + bias.float()).to(xs[0].dtype)
+
+
+def operands(xs: Sequence[Tensor], ws: Sequence[Tensor]) -> tuple[tuple[Any, ...], ...]:
+    """What `product` reads: pointers, inner sizes and strides of all pairs, each a tuple."""
+    return (
+        tuple(xs),
+        tuple(ws),
+        tuple(x.shape[1] for x in xs),
+        *(tuple(t.stride(dim) for t in ts) for ts in (xs, ws) for dim in (0, 1)),
+    )
 
 
 def check_chunk(operation: str, workspace: Workspace, tiling: Tiling, dtype: torch.dtype) -> None:
@@ -137,27 +209,57 @@ def place(tile, row_blocks, column_blocks, GROUP: tl.constexpr):
 
 
 @device_function
+def pick(values, index):
+    """values[index] of a tuple, for an index that is known only on the device."""
+    chosen = values[0]
+    for other in tl.static_range(1, len(values)):
+        chosen = tl.where(index == other, values[other], chosen)
+    return chosen
+
+
+@device_function
 def product(
-    x, w, first_row, rows, first_column, columns, inner, x_row, x_inner, w_row, w_inner,
+    operands, first_row, rows, first_column, columns,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """float32 [BLOCK_M, BLOCK_N]: `rows` rows of x times `columns` rows of w, transposed.
+    """float32 [BLOCK_M, BLOCK_N]: sum over pairs of x w^T, of `rows` rows of x and `columns` rows of w."""
+    xs, ws, inners, x_rows, x_inners, w_rows, w_inners = operands
+    total = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
+    for pair in range(len(xs)):
+        total = accumulate(
+            total, pick(xs, pair), pick(ws, pair), first_row, rows, first_column, columns,
+            pick(inners, pair), pick(x_rows, pair), pick(x_inners, pair), pick(w_rows, pair),
+            pick(w_inners, pair), BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    return total
 
-    Beyond the rows are copies of the last, which cost fewer registers than a mask; beyond the columns, 0.
+
+@device_function
+def accumulate(
+    total, x, w, first_row, rows, first_column, columns, inner, x_row, x_inner, w_row, w_inner,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    MASK_ROWS: tl.constexpr = False,
+):  # fmt: skip
+    """total + `rows` rows of x times `columns` rows of w, transposed; float32 [BLOCK_M, BLOCK_N].
+
     x [.., inner], w [.., inner] from `first_row` and `first_column` on; strides x_row, ... are in elements.
+    MASK_ROWS: beyond the rows are zeros, which allows wide loads where x_row is 1. Else there are copies of
+    the last row, which cost fewer registers. Beyond the columns are zeros.
     """
     m, n, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     across = k.to(tl.int64)
-    within = tl.minimum(m, rows - 1)
+    within = m if MASK_ROWS else tl.minimum(m, rows - 1)
     xs = x + (first_row + within).to(tl.int64)[:, None] * x_row + across[None, :] * x_inner
     ws = w + (first_column + n).to(tl.int64)[None, :] * w_row + across[:, None] * w_inner
     x_step = tl.cast(x_inner, tl.int64) * BLOCK_K
     w_step = tl.cast(w_inner, tl.int64) * BLOCK_K
-    total = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
     for start in range(0, tl.where(rows > 0, inner, 0), BLOCK_K):
-        left = inner - start
-        a = tl.load(xs, mask=(k < left)[None, :], other=0.0)
-        b = tl.load(ws, mask=(n < columns)[None, :] & (k < left)[:, None], other=0.0)
+        inside = k < inner - start
+        x_mask = inside[None, :]
+        if MASK_ROWS:
+            x_mask = x_mask & (m < rows)[:, None]
+        a = tl.load(xs, mask=x_mask, other=0.0)
+        b = tl.load(ws, mask=(n < columns)[None, :] & inside[:, None], other=0.0)
         total = multiply(a, b, total)
         xs += x_step
         ws += w_step

@@ -50,9 +50,9 @@ def sum_of_ranks(
 
 
 @device_function
-def start_of(rank, small, larger, width):
-    """Where the rows of `rank` start, in elements, in rows divided by comm/layout.py.
+def start_of(rank, small, larger, unit):
+    """Where the rows of `rank` start: all ranks have `small` rows, the first `larger` ones `unit` more.
 
-    Of `small` elements per rank, `larger` ranks have a row of `width` elements more.
+    As Division in workspace.py; in elements if its numbers are.
     """
-    return rank * small + tl.minimum(rank, larger) * width
+    return rank * small + tl.minimum(rank, larger) * unit

@@ -30,10 +30,13 @@ import triton.language as tl
 
 from ._device import device_function, largest, load_acquire, nanoseconds, rest, store_release
 
-# Byte offsets in a channel: a word per peer, and the epoch. Each kind has a line of its own.
+# Byte offsets in a channel: a word per peer, the epoch, and flags between programs of this rank (see
+# _gather.py; FINISHED of channel 0 only). Each kind has a line of its own.
 READY = tl.constexpr(0)
 CREDIT = tl.constexpr(128)
 EPOCH = tl.constexpr(256)
+DONE = tl.constexpr(320)
+FINISHED = tl.constexpr(384)
 SIGNAL_BYTES = tl.constexpr(512)  # the buffers come after it
 MOST_RANKS = 32
 
@@ -119,28 +122,48 @@ def observe(
     peers = tl.arange(0, LANES)
     used = (peers < WORLD) & (peers != rank)
     words = tl.load(table + rank) + channel * STRIDE + SIGNAL + peers.to(tl.int64) * 4
-    reached = expected + peers * 0
+    return wait(
+        words, expected + peers * 0, used, record, rank, channel, SIGNAL, alive, timeout,
+        OPERATION, LANES,
+    )  # fmt: skip
+
+
+@device_function
+def wait(
+    words,
+    reached,
+    used,
+    record,
+    rank,
+    channel,
+    SIGNAL: tl.constexpr,
+    alive,
+    timeout,
+    OPERATION: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Wait until each flag at `words` [lanes] that is `used` is at least `reached`; see `observe`."""
+    lanes = tl.arange(0, LANES)
     seen = reached
-    begin = nanoseconds(peers)
+    begin = nanoseconds(lanes)
     verdict = alive.to(tl.int32)  # 0: go on, 1: wait, 2: expired
     while verdict == 1:
         seen = load_acquire(words, used, reached)
-        late = 1 + (nanoseconds(peers) - begin > timeout).to(tl.int32)
+        late = 1 + (nanoseconds(lanes) - begin > timeout).to(tl.int32)
         verdict = largest(tl.where(seen - reached < 0, late, 0))
         if verdict == 1:
             rest()
     tl.debug_barrier()  # what one thread has observed holds for the block
     if verdict == 2:
-        peer = -largest(tl.where(seen - reached < 0, -peers, -LANES))
-        value = largest(tl.where(peers == peer, seen, -2147483648))
+        lane = -largest(tl.where(seen - reached < 0, -lanes, -LANES))
         if tl.atomic_cas(record, 0, 1, sem="relaxed", scope="sys") == 0:  # the first one counts
             tl.store(record + 1, rank)
             tl.store(record + 2, OPERATION)
             tl.store(record + 3, channel)
             tl.store(record + 4, SIGNAL)
-            tl.store(record + 5, peer)
-            tl.store(record + 6, expected)
-            tl.store(record + 7, value)
+            tl.store(record + 5, lane)
+            tl.store(record + 6, largest(tl.where(lanes == lane, reached, -2147483648)))
+            tl.store(record + 7, largest(tl.where(lanes == lane, seen, -2147483648)))
             tl.debug_barrier()
             tl.atomic_xchg(record, 2, sem="release", scope="sys")
     return alive & (verdict != 2)

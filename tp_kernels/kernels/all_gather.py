@@ -14,8 +14,7 @@ from torch import Tensor
 from tp_kernels.comm.errors import ShapeError
 from tp_kernels.comm.layout import split_sizes
 
-from ._rounds import receive, send, start_of
-from ._signals import CREDIT, READY, enter, leave, observe, publish
+from ._gather import gather_rows
 from .workspace import WARPS, Workspace, check_operand, result_like, tile
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -28,58 +27,15 @@ def reference(xs: list[Tensor]) -> Tensor:
 
 @triton.jit(do_not_specialize=["rank", "timeout"])
 def gather(
-    x, out, small, larger, width, most, part, table, record, rank, timeout,
+    x, out, small, larger, unit, most, part, table, record, rank, timeout,
     OPERATION: tl.constexpr, WORLD: tl.constexpr, STRIDE: tl.constexpr, DEPTH: tl.constexpr,
     CHUNK: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """x [rows of this rank], out [rows of all ranks]; a round takes `part` elements of every rank's rows.
-
-    small, larger, width: see start_of. most: elements of the rank that has most.
-    """
-    channel = tl.program_id(0).to(tl.int64)
-    me = tl.cast(rank, tl.int64)
-    epoch, alive = enter(table, record, rank, channel, STRIDE, LANES)
-    mine = start_of(me, small, larger, width)
-    my_count = start_of(me + 1, small, larger, width) - mine
-    first = channel * part
-    while (first < most) & alive:
-        epoch += 1
-        my_length = tl.minimum(my_count - first, part).to(tl.int32)
-        alive = observe(
-            table, record, rank, channel, CREDIT, epoch - DEPTH, alive, timeout,
-            OPERATION, WORLD, STRIDE, LANES,
-        )  # fmt: skip
-        for start in range(0, part, BLOCK):
-            offsets = start + tl.arange(0, BLOCK)
-            mask = (offsets < my_length) & alive
-            value = tl.load(x + first + offsets, mask=mask)
-            tl.store(out + mine + first + offsets, value, mask=mask)
-            for step in range(1, WORLD):  # not all to the same rank at once
-                send(
-                    value, table, (rank + step) % WORLD, rank, channel, epoch, offsets, mask,
-                    WORLD, STRIDE, DEPTH, CHUNK,
-                )  # fmt: skip
-        publish(table, rank, channel, READY, epoch, alive, WORLD, STRIDE, LANES)
-        alive = observe(
-            table, record, rank, channel, READY, epoch, alive, timeout,
-            OPERATION, WORLD, STRIDE, LANES,
-        )  # fmt: skip
-        for step in range(1, WORLD):
-            peer = (me + step) % WORLD
-            theirs = start_of(peer, small, larger, width)
-            their_count = start_of(peer + 1, small, larger, width) - theirs
-            length = tl.minimum(their_count - first, part).to(tl.int32)
-            for start in range(0, part, BLOCK):
-                offsets = start + tl.arange(0, BLOCK)
-                mask = (offsets < length) & alive
-                value = receive(
-                    out.dtype.element_ty, table, peer, rank, channel, epoch, offsets, mask,
-                    WORLD, STRIDE, DEPTH, CHUNK,
-                )  # fmt: skip
-                tl.store(out + theirs + first + offsets, value, mask=mask)
-        publish(table, rank, channel, CREDIT, epoch, alive, WORLD, STRIDE, LANES)
-        first += tl.num_programs(0) * part
-    leave(table, rank, channel, epoch, alive, STRIDE)
+    """x [elements of this rank], out [elements of all ranks]; see gather_rows."""
+    gather_rows(
+        x, out, small, larger, unit, most, part, tl.num_programs(0), table, record, rank, timeout,
+        False, OPERATION, WORLD, STRIDE, DEPTH, CHUNK, LANES, BLOCK,
+    )  # fmt: skip
 
 
 def all_gather(

@@ -1,31 +1,52 @@
-"""linear_all_reduce: y = all_reduce(x W^T) + bias, for few rows: every rank sums all of it.
+"""linear_all_reduce: y = all_reduce(x W^T) + bias, on every rank.
 
     y = round(p_0 + p_1 + ... + bias)                             in float32, in rank order
     p_i = x_i W_i^T, accumulated in float32 and rounded to the dtype of x, as in ops/gemm_all_reduce.py
 
-One shot, in one launch: a program multiplies a tile, stores it to every peer, and sums what the peers have
-sent of the tile before: one transfer of latency, W - 1 times the traffic. All ranks sum the same numbers in
-the same order, so they have the same bits.
+One launch multiplies, sends and sums; sums are one tile late, so that the next product hides the transfer.
+
+One shot, for few rows: every rank sends its products to every peer and sums all of them: one transfer of
+latency, W - 1 times the traffic of a result.
 
     turn t:  p of tile t -> peers and own buffer   READY   sum of tile t - 1 -> y   CREDIT
 
-Backward: dx = dy W on every rank, nothing is communicated. Left: two shots for many rows, where
-linear_reduce_scatter and then all_gather move less; multicast; and what `_gemm` names.
+Two shots, for many: products go to the owner of their rows, as in linear_reduce_scatter, and its sums to
+every peer: two transfers, 2 (W - 1) / W times the traffic.
+
+    turn t:  p of tile t -> owners   READY   sum of tile t - 1 -> y and peers   READY, CREDIT
+             sums of tile t - 2 -> y   CREDIT
+
+All ranks have the same bits, both ways the same. Backward: dx = dy W on every rank, nothing is communicated.
 
 Graphs: a launch depends on nothing of the host that changes from call to call, see _signals.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import linear
 
-from ._device import narrow, widen
-from ._gemm import REGISTERS, Tiling, check_chunk, check_product, choose, place, product
-from ._rounds import receive, send, sum_of_ranks
+from tp_kernels.comm.errors import UnsupportedError
+
+from ._device import narrow
+from ._gemm import (
+    FEW_ROWS,
+    REGISTERS,
+    Tiling,
+    check_chunk,
+    check_pairs,
+    choose,
+    dense,
+    operands,
+    place,
+    product,
+)
+from ._rounds import send
 from ._signals import CREDIT, READY, enter, leave, observe, publish
+from ._tiles import copy_tile, rows_at, send_products, sum_tile
 from .workspace import Workspace, result_like
 
 
@@ -40,15 +61,14 @@ def reference(xs: list[Tensor], ws: list[Tensor], bias: Tensor | None) -> Tensor
 
 @triton.jit(do_not_specialize=["rows", "rank", "timeout"])
 def one_shot(
-    x, w, bias, out, rows, width, inner, x_row, x_inner, w_row, w_inner,
-    table, record, rank, timeout,
+    operands, bias, out, rows, width, table, record, rank, timeout,
     OPERATION: tl.constexpr, WORLD: tl.constexpr, STRIDE: tl.constexpr, DEPTH: tl.constexpr,
     CHUNK: tl.constexpr, LANES: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """x [rows, inner], w [width, inner], bias [width], out [rows, width].
+    """x_i [rows, K_i] and w_i [width, K_i] in `operands`; bias [width], out [rows, width].
 
-    Strides x_row, ... are in elements. BLOCK: elements summed at a time.
+    BLOCK: elements summed at a time.
     """
     TYPE: tl.constexpr = out.dtype.element_ty
     channel = tl.program_id(0).to(tl.int64)
@@ -65,9 +85,8 @@ def one_shot(
             row_block, column_block = place(tile, row_blocks, column_blocks, GROUP)
             down, right = row_block * BLOCK_M, column_block * BLOCK_N
             partial = product(
-                x, w, down, rows - down, right, width - right, inner,
-                x_row, x_inner, w_row, w_inner, BLOCK_M, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
+                operands, down, rows - down, right, width - right, BLOCK_M, BLOCK_N, BLOCK_K
+            )
             value = narrow(partial, TYPE)
             # Not earlier: the product hides the wait.
             alive = observe(
@@ -84,86 +103,143 @@ def one_shot(
         if turn > 0:
             epoch = begin + turn
             row_block, column_block = place(tile - programs, row_blocks, column_blocks, GROUP)
-            down, right = row_block * BLOCK_M, column_block * BLOCK_N
+            down = row_block * BLOCK_M
             # Also what this rank has stored to itself is seen by the whole block only after this.
             alive = observe(
                 table, record, rank, channel, READY, epoch, alive, timeout,
                 OPERATION, WORLD, STRIDE, LANES,
             )  # fmt: skip
-            for start in range(0, tl.minimum(rows - down, BLOCK_M) * BLOCK_N, BLOCK):
-                offsets = start + tl.arange(0, BLOCK)
-                row, column = down + offsets // BLOCK_N, right + offsets % BLOCK_N
-                inside = (row < rows) & alive
-                own = receive(
-                    TYPE, table, rank, rank, channel, epoch, offsets, inside,
-                    WORLD, STRIDE, DEPTH, CHUNK,
-                )  # fmt: skip
-                total = sum_of_ranks(
-                    own, table, rank, channel, epoch, offsets, inside, WORLD, STRIDE, DEPTH, CHUNK
-                )
-                if bias is not None:
-                    total += widen(tl.load(bias + column, mask=column < width, other=0.0))
-                tl.store(
-                    out + row.to(tl.int64) * width + column, narrow(total, TYPE),
-                    mask=inside & (column < width),
-                )  # fmt: skip
+            sum_tile(
+                bias, out, down, rows - down, column_block * BLOCK_N, width, table, rank, channel,
+                epoch, alive, 0, False, WORLD, STRIDE, DEPTH, CHUNK, BLOCK_M, BLOCK_N, BLOCK,
+            )  # fmt: skip
             publish(table, rank, channel, CREDIT, epoch, alive, WORLD, STRIDE, LANES)
         turn += 1
     leave(table, rank, channel, begin + turns, alive, STRIDE)
 
 
+@triton.jit(do_not_specialize=["small", "larger", "unit", "rank", "timeout"])
+def two_shots(
+    operands, bias, out, small, larger, unit, width, table, record, rank, timeout,
+    OPERATION: tl.constexpr, WORLD: tl.constexpr, STRIDE: tl.constexpr, DEPTH: tl.constexpr,
+    CHUNK: tl.constexpr, LANES: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """As one_shot, of rows divided over the ranks: small, larger, unit: see start_of."""
+    TYPE: tl.constexpr = out.dtype.element_ty
+    channel = tl.program_id(0).to(tl.int64)
+    begin, alive = enter(table, record, rank, channel, STRIDE, LANES)
+    column_blocks = tl.cdiv(width, BLOCK_N)
+    row_blocks = tl.cdiv(small + tl.minimum(larger, 1) * unit, BLOCK_M)
+    programs = tl.num_programs(0)
+    turns = tl.cdiv(row_blocks * column_blocks - tl.program_id(0), programs)
+    turn = 0
+    while (turn <= turns + 1) & alive:
+        tile = tl.program_id(0) + turn * programs
+        # Two rounds a turn: one for products, one for sums, which are those of the turn before.
+        sent, summed = begin + 2 * turn + 1, begin + 2 * turn + 2
+        if turn < turns:
+            row_block, column_block = place(tile, row_blocks, column_blocks, GROUP)
+            alive = send_products(
+                operands, row_block * BLOCK_M, column_block * BLOCK_N, width, small, larger, unit,
+                TYPE, table, record, rank, channel, sent, alive, timeout,
+                OPERATION, WORLD, STRIDE, DEPTH, CHUNK, LANES, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        if (turn > 0) & (turn <= turns):
+            row_block, column_block = place(tile - programs, row_blocks, column_blocks, GROUP)
+            first, rows = rows_at(rank, row_block * BLOCK_M, small, larger, unit)
+            alive = observe(
+                table, record, rank, channel, READY, sent - 2, alive, timeout,
+                OPERATION, WORLD, STRIDE, LANES,
+            )  # fmt: skip
+            alive = observe(
+                table, record, rank, channel, CREDIT, summed - DEPTH, alive, timeout,
+                OPERATION, WORLD, STRIDE, LANES,
+            )  # fmt: skip
+            sum_tile(
+                bias, out, first, rows, column_block * BLOCK_N, width, table, rank, channel,
+                sent - 2, alive, summed, True, WORLD, STRIDE, DEPTH, CHUNK, BLOCK_M, BLOCK_N, BLOCK,
+            )  # fmt: skip
+            publish(table, rank, channel, READY, summed, alive, WORLD, STRIDE, LANES)
+            publish(table, rank, channel, CREDIT, sent - 2, alive, WORLD, STRIDE, LANES)
+        if turn > 1:
+            row_block, column_block = place(tile - 2 * programs, row_blocks, column_blocks, GROUP)
+            alive = observe(
+                table, record, rank, channel, READY, summed - 2, alive, timeout,
+                OPERATION, WORLD, STRIDE, LANES,
+            )  # fmt: skip
+            for step in range(1, WORLD):
+                peer = (rank + step) % WORLD
+                first, rows = rows_at(peer, row_block * BLOCK_M, small, larger, unit)
+                copy_tile(
+                    out, peer, first, rows, column_block * BLOCK_N, width, table, rank, channel,
+                    summed - 2, alive, WORLD, STRIDE, DEPTH, CHUNK, BLOCK_M, BLOCK_N, BLOCK,
+                )  # fmt: skip
+        if turn > 0:  # in the first of these turns nothing has been sent
+            publish(table, rank, channel, CREDIT, summed - 2, alive, WORLD, STRIDE, LANES)
+        turn += 1
+    leave(table, rank, channel, begin + 2 * turns + 2, alive, STRIDE)
+
+
 def linear_all_reduce(
-    x: Tensor,
-    w: Tensor,
+    x: Tensor | Sequence[Tensor],
+    w: Tensor | Sequence[Tensor],
     workspace: Workspace,
     *,
     bias: Tensor | None = None,
     out: Tensor | None = None,
+    shots: int | None = None,
     tiling: Tiling | None = None,
 ) -> Tensor:
     """Sum over ranks of x w^T, plus bias, the same bits on all ranks. Collective.
 
     Args:
         x: [R, K], float32, bfloat16 or float16, any strides. R, N and dtype are equal on all ranks.
-        w: [N, K] of the dtype of x, any strides.
-        workspace: of depth 2 or more, with chunks that hold a tile.
+        w: [N, K] of the dtype of x, any strides. Or several x_i [R, K_i] and w_i [N, K_i], whose products
+            are summed before they are rounded.
+        workspace: with chunks that hold a tile, of depth 2 or more; for two shots 4 or more.
         bias: [N] of the dtype of x; added once, so the same on all ranks or none.
         out: takes the result: contiguous, apart from the operands in memory.
+        shots: 1 or 2 instead of what the size suggests; equal on all ranks.
         tiling: instead of what the shape suggests; equal on all ranks.
 
     Returns:
-        [R, N] of the dtype of x.
+        [R, N] of the dtype of x. Both ways give the same bits.
 
     Raises:
         ShapeError, UnsupportedError: before anything is sent.
         CollectiveTimeoutError: interpreted, as `Workspace.launch`.
     """
-    check_product("linear_all_reduce", workspace, x, w, bias)
-    rows, width = x.shape[0], w.shape[0]
-    out = result_like("linear_all_reduce", workspace, x, (rows, width), out)
+    xs, ws = check_pairs("linear_all_reduce", workspace, x, w, bias)
+    rows, width, depth = xs[0].shape[0], ws[0].shape[0], workspace.shape.depth
+    if shots not in (None, 1, 2):
+        raise UnsupportedError(f"linear_all_reduce: shots={shots}; use 1, 2 or None")
+    if shots == 2 and depth < 4:
+        raise UnsupportedError("linear_all_reduce: two shots need a workspace of depth 4 or more")
+    out = result_like("linear_all_reduce", workspace, xs[0], (rows, width), out)
     if workspace.world == 1:
-        return out.copy_(linear(x, w, bias))
+        return out.copy_(dense(xs, ws, bias))
     if rows * width == 0:
         return out
-    tiling = tiling or choose(x, rows)
-    check_chunk("linear_all_reduce", workspace, tiling, x.dtype)
-    tiles = -(-rows // tiling.block_m) * -(-width // tiling.block_n)
+    if shots is None:  # with two ranks both send the same, and one shot waits once
+        shots = 1 if rows <= FEW_ROWS or workspace.world == 2 or depth < 4 else 2
+    division = workspace.rows_of_ranks("linear_all_reduce", None, rows)
+    height = rows if shots == 1 else division.most
+    tiling = tiling or choose(xs[0], height)
+    check_chunk("linear_all_reduce", workspace, tiling, out.dtype)
+    tiles = -(-height // tiling.block_m) * -(-width // tiling.block_n)
     workspace.launch(
-        one_shot,
+        one_shot if shots == 1 else two_shots,
         "linear_all_reduce",
         min(tiles, tiling.programs, workspace.shape.channels),
-        x,
-        w,
+        operands(xs, ws),
         None if bias is None else bias.contiguous(),
         out,
-        rows,
+        *((rows,) if shots == 1 else division.scaled(1)),
         width,
-        x.shape[1],
-        *x.stride(),
-        *w.stride(),
         warps=tiling.warps,
         registers=REGISTERS,
         num_stages=tiling.stages,
-        **tiling.constants(x.element_size()),
+        **tiling.constants(out.element_size()),
     )
     return out

@@ -21,9 +21,11 @@ import torch
 from torch import Tensor
 
 from tp_kernels.comm.errors import CollectiveTimeoutError, ShapeError, UnsupportedError
+from tp_kernels.comm.layout import split_sizes
 
 from ._device import INTERPRETED
-from ._signals import CREDIT, EPOCH, MOST_RANKS, READY, RECORD, SIGNAL_BYTES
+from ._launch import DTYPES, check_device
+from ._signals import CREDIT, DONE, EPOCH, MOST_RANKS, READY, RECORD, SIGNAL_BYTES
 
 # How the record of a failed wait names the operation. Codes are those of nothing else.
 OPERATIONS = {
@@ -33,8 +35,10 @@ OPERATIONS = {
     "all_reduce_rms_norm": 4,
     "linear_reduce_scatter": 5,
     "linear_all_reduce": 6,
+    "all_gather_linear": 7,
+    "all_gather_weight_gradient": 8,
+    "cross_entropy": 9,
 }
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 WARPS = 8  # of kernels that only move and add
 # Of a thread. Without a limit ptxas makes room for more blocks per multiprocessor and spills for it, even
@@ -45,6 +49,30 @@ MOST_REGISTERS = 160
 def tile(dtype: torch.dtype) -> int:
     """Elements that a program of WARPS warps moves at a time: 16 bytes per thread, the widest access."""
     return 32 * WARPS * 16 // dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Division:
+    """Rows divided over ranks: `small` each, and the first `larger` ranks `unit` more (see start_of)."""
+
+    small: int
+    larger: int
+    unit: int
+
+    @property
+    def most(self) -> int:
+        """Rows of the rank that has most."""
+        return self.small + self.unit * (self.larger > 0)
+
+    def rows(self, rank: int) -> int:
+        return self.small + self.unit * (rank < self.larger)
+
+    def total(self, world: int) -> int:
+        return self.small * world + self.unit * self.larger
+
+    def scaled(self, width: int) -> tuple[int, int, int]:
+        """(small, larger, unit) in elements of rows of `width`."""
+        return self.small * width, self.larger, self.unit * width
 
 
 @dataclass(frozen=True)
@@ -134,14 +162,42 @@ class Workspace:
     def world(self) -> int:
         return self.shape.world
 
-    def divide(self, elements: int, itemsize: int, block: int) -> tuple[int, int]:
+    def rows_of_ranks(
+        self, operation: str, counts: Sequence[int] | None, rows: int | None = None
+    ) -> Division:
+        """`counts`, or split_sizes(rows, W), as kernels compute them.
+
+        Raises:
+            ShapeError: `counts` are not a row count for each rank, divided as by split_sizes and then
+                multiplied by one number, or not `rows` together.
+        """
+        counts = split_sizes(rows or 0, self.world) if counts is None else list(counts)
+        small, most = (counts[-1], counts[0]) if counts else (0, 0)
+        division = Division(small, counts.count(most) if most > small else 0, most - small)
+        if counts != [division.rows(rank) for rank in range(self.world)]:
+            raise ShapeError(
+                f"{operation} on rank {self.rank} of {self.world}: counts={counts}; expected "
+                f"{self.world} numbers, divided as by tp_kernels.split_sizes"
+            )
+        if rows is not None and sum(counts) != rows:
+            raise ShapeError(
+                f"{operation} on rank {self.rank} of {self.world}: counts={counts} are {sum(counts)} "
+                f"rows, the operand has {rows}"
+            )
+        return division
+
+    def divide(
+        self, elements: int, itemsize: int, block: int, most: int | None = None
+    ) -> tuple[int, int]:
         """(elements of a chunk, programs) for a message of which every rank sends a peer `elements`.
 
-        As many channels as have a tile of `block` elements each; then whole tiles up to full chunks.
+        As many channels as have a tile of `block` elements each, and `most`; then whole tiles up to full
+        chunks.
         """
-        wanted = -(-elements // self.shape.channels)
+        channels = self.shape.channels if most is None else most
+        wanted = -(-elements // channels)
         part = min(self.shape.chunk // itemsize, -(-wanted // block) * block)
-        return part, min(self.shape.channels, -(-elements // part))
+        return part, min(channels, -(-elements // part))
 
     def launch(
         self,
@@ -164,11 +220,7 @@ class Workspace:
         """
         if INTERPRETED:
             self.check()
-        elif self.table.is_cpu:
-            raise UnsupportedError(
-                f"{operation} on rank {self.rank}: CPU tensors need the Triton interpreter; set "
-                "TRITON_INTERPRET=1 before tp_kernels.kernels is imported"
-            )
+        check_device(f"{operation} on rank {self.rank}", self.table.device)
         kernel[(programs,)](
             *arguments,
             self.table,
@@ -196,9 +248,13 @@ class Workspace:
         record = dict(zip(RECORD, self.record.tolist(), strict=True))
         if record["state"]:
             operation = {code: name for name, code in OPERATIONS.items()}[record["operation"]]
-            what = {READY.value: "data", CREDIT.value: "credit"}[record["signal"]]
+            awaited = {
+                READY.value: f"data of rank {record['peer']}",
+                CREDIT.value: f"credit of rank {record['peer']}",
+                DONE.value: f"the rows that its own program {record['peer']} gathers",
+            }[record["signal"]]
             raise CollectiveTimeoutError(
-                f"{operation}: rank {record['rank']} waited for {what} of rank {record['peer']} "
+                f"{operation}: rank {record['rank']} waited for {awaited} "
                 f"(slot '{self.name}', channel {record['channel']}, expected epoch "
                 f"{record['expected']}, seen {record['seen']}), which did not arrive within "
                 f"{self.timeout:g} s; make a new workspace on all ranks"

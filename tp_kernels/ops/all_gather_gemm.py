@@ -15,6 +15,7 @@ from tp_kernels.comm.group import ParallelGroup
 from tp_kernels.comm.short_way import GATHER_FIRST_ROWS
 
 from ._gemm import block_rows, linear, part_blocks, products, starts
+from ._workspace import agree, launch
 
 Gathered = tuple[list[Tensor], Tensor | None]
 
@@ -122,7 +123,22 @@ def host(
     return ys, gathered
 
 
-IMPLEMENTATIONS = {"reference": reference, "chunked": chunked, "host": host}
+def triton(
+    group: ParallelGroup,
+    x: Tensor,
+    ws: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    counts: Sequence[int],
+    keep: bool,
+) -> Gathered:
+    """One kernel: it multiplies own rows first, then the peers' as they arrive."""
+    agree(group, "all_gather_linear", x, x.shape[1], counts)
+    used = ws or [x.new_empty(0, x.shape[1])]  # only to gather: a product without features
+    ys, whole = launch(group, x, "all_gather_linear", x, used, counts=counts, bias=biases or None)
+    return ys[: len(ws)], whole if keep else None
+
+
+IMPLEMENTATIONS = {"reference": reference, "chunked": chunked, "host": host, "triton": triton}
 
 
 def _rows_into(

@@ -20,6 +20,7 @@ from tp_kernels.comm.short_way import SHORT_ROWS
 
 from ._gemm import Between, block_rows, blocks, few_rows, partial_product
 from ._round import RoundReader
+from ._workspace import agree, launch
 
 
 def reference(
@@ -101,7 +102,25 @@ def host(
     return out
 
 
-IMPLEMENTATIONS = {"reference": reference, "chunked": chunked, "host": host}
+def triton(
+    group: ParallelGroup,
+    xs: Sequence[Tensor],
+    ws: Sequence[Tensor],
+    bias: Tensor | None,
+    between: Between = None,
+) -> Tensor:
+    """One kernel: it sends tiles to the peers' memory while it computes the next ones.
+
+    Several products are summed in fp32 and rounded once, where the others round each of them.
+    """
+    agree(group, "linear_all_reduce", xs[0], ws[0].shape[0], [xs[0].shape[0]])
+    out = launch(group, xs[0], "linear_all_reduce", xs, ws, bias=bias)
+    if between:
+        between()
+    return out
+
+
+IMPLEMENTATIONS = {"reference": reference, "chunked": chunked, "host": host, "triton": triton}
 
 
 class _Block:

@@ -19,6 +19,7 @@ from tp_kernels.comm.short_way import SHORT_ROWS
 
 from ._gemm import Between, block_rows, part_blocks, partial_product, starts
 from ._round import RoundReader
+from ._workspace import agree, launch
 
 
 def reference(
@@ -107,7 +108,23 @@ def host(
     return out
 
 
-IMPLEMENTATIONS = {"reference": reference, "chunked": chunked, "host": host}
+def triton(
+    group: ParallelGroup,
+    xs: Sequence[Tensor],
+    ws: Sequence[Tensor],
+    bias: Tensor | None,
+    counts: Sequence[int],
+    between: Between = None,
+) -> Tensor:
+    """One kernel, as gemm_all_reduce.triton; it sends tiles to the owners of their rows."""
+    agree(group, "linear_reduce_scatter", xs[0], ws[0].shape[0], counts)
+    out = launch(group, xs[0], "linear_reduce_scatter", xs, ws, counts=counts, bias=bias)
+    if between:
+        between()
+    return out
+
+
+IMPLEMENTATIONS = {"reference": reference, "chunked": chunked, "host": host, "triton": triton}
 
 
 def _products(

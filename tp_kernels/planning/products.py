@@ -28,7 +28,7 @@ from tp_kernels.kernels.workspace import Workspace
 
 from .cache import Entry
 from .hardware import Hardware
-from .tilings import DIVIDES_ROWS, ShapeClass, candidates, workspace_shape
+from .tilings import ShapeClass, candidates, workspace_shape
 from .tuner import Limits, Progress, Tuned, tune
 
 # Bytes that the device overwrites before a timed call. That empties the L2 cache, and lasts longer (0.2 ms at
@@ -120,7 +120,7 @@ class ProductSubject:
         )
         self._x, self._w = operands(product, group.rank, device)
         rows = [product.rows] * group.size
-        if DIVIDES_ROWS[product.operation]:
+        if product.operation == "linear_reduce_scatter":
             rows = split_sizes(product.rows, group.size)
         self._out = self._x.new_empty(rows[group.rank], product.n)
         self._before: Tensor | None = None

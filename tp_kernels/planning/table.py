@@ -7,7 +7,7 @@ tiles that nobody sends.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -42,16 +42,27 @@ class TuningTable:
         object.__setattr__(self, "tilings", MappingProxyType(dict(self.tilings)))
 
     def tiling(
-        self, operation: str, rows: int, n: int, k: int, dtype: torch.dtype, world: int
+        self,
+        operation: str,
+        rows: int | Sequence[int],
+        n: int,
+        k: int,
+        dtype: torch.dtype,
+        world: int,
     ) -> Tiling | None:
         """What the kernel `operation` takes as `tiling=` for x [rows, k] and w [n, k] on each rank.
 
-        Looks at nothing that differs between ranks. `rows` are those of x, before they are divided.
+        Looks at nothing that differs between ranks, so all arguments must be equal on them. For workspaces
+        of depth 4 or more.
+
+        Args:
+            rows: of all ranks together; or how many each rank has, if not divided by split_sizes.
 
         Returns:
             None if nothing like it was measured: the kernel then chooses by itself.
         """
-        if operation not in OPERATIONS or min(rows, n, k) < 1:
+        total = rows if isinstance(rows, int) else sum(rows)
+        if operation not in OPERATIONS or min(total, n, k) < 1:
             return None
         return self.tilings.get(ShapeClass.of(operation, rows, n, k, dtype, world))
 

@@ -28,15 +28,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from tp_kernels.comm.errors import ShapeError, UnsupportedError
+from tp_kernels.comm.layout import split_sizes
 from tp_kernels.kernels._gemm import FEW_ROWS, INTERPRETER, TILINGS, Tiling
 from tp_kernels.kernels.workspace import WorkspaceShape
 
 from .hardware import INTERPRETED, Hardware
 
-# Whether the rows of the result are divided over ranks. Then those of the rank that has most count when a
-# tiling is chosen, otherwise all.
-DIVIDES_ROWS = {"linear_all_reduce": False, "linear_reduce_scatter": True}
-OPERATIONS = tuple(DIVIDES_ROWS)
+OPERATIONS = ("linear_all_reduce", "linear_reduce_scatter")
 
 # Of a candidate: BLOCK_M, BLOCK_N, warps, stages, programs, group.
 Sizes = tuple[int, int, int, int, int, int]
@@ -151,6 +149,7 @@ class ShapeClass:
 
     Args:
         operation: one of OPERATIONS.
+        shots: of linear_all_reduce, 1 or 2, as it chooses with a workspace of depth 4; of others 1.
         itemsize: bytes of an element.
         world: ranks.
         rows, width, inner: the largest M, N, K of the class, powers of two; more than half of each is in it.
@@ -158,6 +157,7 @@ class ShapeClass:
     """
 
     operation: str
+    shots: int
     itemsize: int
     world: int
     rows: int
@@ -165,20 +165,27 @@ class ShapeClass:
     inner: int
 
     @staticmethod
-    def of(operation: str, rows: int, n: int, k: int, dtype: torch.dtype, world: int) -> ShapeClass:
+    def of(
+        operation: str, rows: int | Sequence[int], n: int, k: int, dtype: torch.dtype, world: int
+    ) -> ShapeClass:
         """Of x [rows, k] times w [n, k] transposed on every one of `world` ranks.
+
+        rows: all, divided over the ranks by split_sizes where they are divided; or how many each rank has.
 
         Raises:
             ShapeError: a size below 1; nothing is multiplied.
             UnsupportedError: no such operation.
         """
-        if operation not in DIVIDES_ROWS:
+        if operation not in OPERATIONS:
             raise UnsupportedError(f"{operation}: tilings are for {', '.join(OPERATIONS)}")
-        if min(rows, n, k, world) < 1:
+        counts = split_sizes(rows, world) if isinstance(rows, int) else rows
+        if min(sum(counts), n, k) < 1:
             raise ShapeError(f"{operation}: {rows} x {n} x {k} on {world} ranks is no product")
-        if DIVIDES_ROWS[operation]:
-            rows = -(-rows // world)
-        return ShapeClass(operation, dtype.itemsize, world, *map(_bucket, (rows, n, k)))
+        total, most, shots = sum(counts), max(counts), 1
+        if operation == "linear_all_reduce":
+            shots = 1 if total <= FEW_ROWS or world == 2 else 2
+            most = total if shots == 1 else most
+        return ShapeClass(operation, shots, dtype.itemsize, world, *map(_bucket, (most, n, k)))
 
     @property
     def kind(self) -> str:
@@ -186,8 +193,9 @@ class ShapeClass:
         return "few" if self.rows <= FEW_ROWS else "many"
 
     def __str__(self) -> str:
+        shots = f" in {self.shots} shots" * (self.shots > 1)
         return (
-            f"{self.operation}, {8 * self.itemsize} bits, {self.world} ranks, "
+            f"{self.operation}{shots}, {8 * self.itemsize} bits, {self.world} ranks, "
             f"M <= {self.rows}, N <= {self.width}, K <= {self.inner}"
         )
 
@@ -226,4 +234,5 @@ def workspace_shape(
         world,
         channels=min(most_channels, max(one.programs for one in choices)),
         chunk=max(one.chunk(dtype) for one in choices),
+        depth=4,  # for two shots
     )
