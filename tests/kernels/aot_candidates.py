@@ -30,8 +30,9 @@ MULTIPLY = re.compile(
 
 def choices(architecture: int, itemsize: int, kind: str) -> tuple[Tiling, ...]:
     """What a tuner would try; the first is the built-in choice."""
+    operation = "all_gather_weight_gradient" if kind == "gradient" else "all_gather_linear"
     rows = FEW_ROWS if kind == "few" else 2 * FEW_ROWS
-    shape = ShapeClass("linear_all_reduce", 1, itemsize, WORLD, rows, 4096, 4096)
+    shape = ShapeClass(operation, 1, itemsize, WORLD, rows, 4096, 4096)
     return candidates(Hardware("", architecture), shape)
 
 
@@ -50,8 +51,11 @@ def check(architecture: int, itemsize: int, kind: str, kernel: str) -> list[tupl
     # Of equal code the most programs count; another order of tiles is not worth a compilation.
     most: dict[Tiling, int] = {}
     for tiling in tilings[1:]:
-        code = replace(tiling, programs=0, group=tilings[0].group)
-        most[code] = max(most.get(code, 0), tiling.programs)
+        code = replace(tiling, programs=0, group=tilings[0].group, senders=0)
+        if tiling.programs != tilings[0].programs or code != replace(
+            tilings[0], programs=0, senders=0
+        ):
+            most[code] = max(most.get(code, 0), tiling.programs)
     lines = []
     for code, programs in most.items():
         compiled = aot.build(configuration, architecture, tiling=code)
@@ -72,7 +76,11 @@ def check(architecture: int, itemsize: int, kind: str, kernel: str) -> list[tupl
 
 def main() -> int:
     compiled = bad = 0
-    cases = [(*key, kernel) for key in SIZES for kernel in aot.PRODUCTS]
+    cases = [
+        (*key, kernel)
+        for key in SIZES
+        for kernel in ([aot.GRADIENT] if key[2] == "gradient" else aot.PRODUCTS)
+    ]
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as processes:
         for lines in processes.map(check, *zip(*cases, strict=True)):
             for line, notes in lines:

@@ -227,7 +227,7 @@ def end_to_end(product: Product, path: Path) -> tuple[Tiling, Tiling | None, int
         region = SymmetricRegion(group, workspace_shape.nbytes)
         workspace = Workspace(workspace_shape, group.rank, region.local, region.addresses)
         region.settle()
-        x, w = products.operands(product, group.rank, device)
+        (x, w), _, _ = products.arguments(product, group.rank, group.size, device)
         results = {digest(linear_all_reduce(x, w, workspace, tiling=one)) for one in (tiling, None)}
         region.settle()
         region.close()

@@ -13,7 +13,8 @@ import torch
 from tests.planning import body
 from tp_kernels import UnsupportedError
 from tp_kernels.kernels._gemm import INTERPRETER
-from tp_kernels.planning import Product, products
+from tp_kernels.planning import OPERATIONS, Product, products
+from tp_kernels.planning.tilings import GATHERING
 from tp_kernels.planning.tuner import Timing, Tuned
 
 PRODUCT = Product("linear_all_reduce", 5, 7, 75, torch.bfloat16)
@@ -22,23 +23,41 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("k", [1, 2, 74, 75])
 def test_operands_leave_roundings_only(k):
-    product = Product("linear_all_reduce", 9, 11, k, torch.float32)
-    x, w = products.operands(product, 3, CPU)
+    x, w = products.operands((9, 11, k), torch.float32, 3, CPU)
     assert x.shape == (9, k) and w.shape == (11, k)
     exact = x.double() @ w.double().T
     terms = x.double().abs() @ w.double().abs().T
     assert (exact.abs() <= 1e-12 * terms).all() == (k % 2 == 0)
-    again, other = products.operands(product, 3, CPU), products.operands(product, 4, CPU)
+    again = products.operands((9, 11, k), torch.float32, 3, CPU)
+    other = products.operands((9, 11, k), torch.float32, 4, CPU)
     assert torch.equal(again[0], x) and not torch.equal(other[0], x)
 
 
 def test_order_of_summation_shows_in_16_bits():
-    x, w = products.operands(Product("", 16, 16, 256, torch.bfloat16), 0, CPU)
+    x, w = products.operands((16, 16, 256), torch.bfloat16, 0, CPU)
     whole = (x.float() @ w.float().T).bfloat16()
     halves = (x[:, :128].float() @ w[:, :128].float().T) + (
         x[:, 128:].float() @ w[:, 128:].float().T
     )
     assert (whole != halves.bfloat16()).float().mean() > 0.5
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_arguments(operation):
+    """Of rank 1 of 2: gathered rows are parts of one x, and what is summed over has a product of 0."""
+    product = Product(operation, 5, 3, 8, torch.float32)
+    made = [products.arguments(product, rank, 2, CPU) for rank in range(2)]
+    (first, second), options, out = made[1]
+    assert any(out is one or [out] == one for one in options.values())
+    assert first.shape == (2 if operation in GATHERING else 5, 8)
+    if operation == "all_gather_weight_gradient":
+        whole = torch.cat([x for (x, _), _, _ in made])
+        assert whole.shape == (5, 8) and second.shape == (5, 3) and out.shape == (3, 8)
+        even = products.arguments(Product(operation, 6, 3, 8, torch.float32), 0, 1, CPU)[0]
+        assert (even[1].double().T @ even[0].double()).abs().max() < 1e-12
+    else:
+        assert second.shape == (3, 8)
+        assert out.shape == ({"linear_reduce_scatter": 2}.get(operation, 5), 3)
 
 
 def test_compiling_launches_nothing():

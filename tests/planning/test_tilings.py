@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.planning import body
 from tp_kernels import ShapeError, UnsupportedError, split_sizes
-from tp_kernels.kernels._gemm import FEW_ROWS, INTERPRETER, TILINGS, choose
+from tp_kernels.kernels._gemm import FEW_ROWS, INTERPRETER, TILINGS, choose, choose_for_gradient
 from tp_kernels.kernels.workspace import OPERATIONS as CODES
 from tp_kernels.kernels.workspace import WorkspaceShape
 from tp_kernels.planning import (
@@ -22,11 +22,12 @@ from tp_kernels.planning import (
     candidates,
     workspace_shape,
 )
-from tp_kernels.planning.tilings import SIZES
+from tp_kernels.planning.tilings import GATHERING, SIZES
 
 INTERPRETED = Hardware.of(torch.device("cpu"))
 CLASSES = [
-    (Hardware("", family), ShapeClass("linear_all_reduce", 1, itemsize, 2, rows, 4096, 4096))
+    (Hardware("", family), ShapeClass(operation, 1, itemsize, 2, rows, 4096, 4096))
+    for operation in OPERATIONS
     for family in (80, 90, 100)
     for itemsize in (2, 4)
     for rows in (FEW_ROWS, 2 * FEW_ROWS)
@@ -54,7 +55,10 @@ def test_class_of_any_product(rows, n, k, world, operation):
     for size, bucket in ((counted, shape.rows), (n, shape.width), (k, shape.inner)):
         assert bucket / 2 < size <= bucket and bucket & (bucket - 1) == 0
     # Or the built-in choice, and BLOCK_K with it, would not be one for a class.
-    assert (counted <= FEW_ROWS) == (shape.kind == "few")
+    if operation == "all_gather_weight_gradient":
+        assert shape.kind == "gradient"
+    else:
+        assert (counted <= FEW_ROWS) == (shape.kind == "few")
     assert (shape.operation, shape.itemsize, shape.world) == (operation, 2, world)
 
 
@@ -93,6 +97,8 @@ def test_first_is_the_built_in_choice(monkeypatch, capability, rows, dtype):
     x = SimpleNamespace(is_cpu=False, device="cuda", element_size=lambda: dtype.itemsize)
     shape = ShapeClass.of("linear_all_reduce", rows, 64, 64, dtype, 2)
     assert candidates(hardware, shape)[0] == choose(x, rows)
+    shape = ShapeClass.of("all_gather_weight_gradient", rows, 64, 64, dtype, 2)
+    assert candidates(hardware, shape)[0] == choose_for_gradient(x)
     assert hardware.architecture == f"sm_{10 * capability[0] + capability[1]}"
 
 
@@ -108,25 +114,29 @@ def test_interpreter_has_candidates_of_its_own():
 def test_candidates(hardware, shape):
     """What a GPU needs is in tests/kernels/aot_candidates.py."""
     found = candidates(hardware, shape)
-    assert 4 <= len(found) <= 8 and len(set(found)) == len(found)
+    assert 4 <= len(found) <= 10 and len(set(found)) == len(found)
+    # Only where programs are set apart it matters how many.
+    assert (len({one.senders for one in found}) > 1) == (shape.operation in GATHERING)
     assert {one.block_k for one in found} == {found[0].block_k}
     for one in found:
         for side in (one.block_m, one.block_n):
             assert side >= 16 and side & (side - 1) == 0
         assert one.chunk(torch.float16 if shape.itemsize == 2 else torch.float32) <= 1 << 16
-    assert SIZES.keys() <= TILINGS.keys()
+        assert one.senders < one.programs
+    assert SIZES.keys() == TILINGS.keys()
 
 
 def test_workspace():
-    hardware, shape = CLASSES[4]
+    hardware, shape = next(one for one in CLASSES if one[0].family == 90)
     found = candidates(hardware, shape)
     wanted = workspace_shape(found, torch.bfloat16, 4)
     assert wanted == WorkspaceShape(4, 264, 1 << 15, 4)
     assert workspace_shape((INTERPRETER,), torch.float32, 2).channels == 1024
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(
+    ("operation", "dtype"), list(zip(OPERATIONS, [torch.bfloat16, torch.float32] * 2, strict=True))
+)
 def test_candidates_have_equal_bits(interpreted, operation, dtype):
     """Several tiles, ragged in every dimension; other steps along K would be seen."""
     product = Product(operation, 35, 20, 41, dtype)

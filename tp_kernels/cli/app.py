@@ -163,8 +163,12 @@ def demo(
 def tune(
     context: typer.Context,
     op: Annotated[
-        str, typer.Option(help="Comma list of linear_all_reduce, linear_reduce_scatter.")
-    ] = "linear_all_reduce,linear_reduce_scatter",
+        str,
+        typer.Option(
+            help="Comma list of all_gather_linear, all_gather_weight_gradient, linear_all_reduce, "
+            "linear_reduce_scatter. Default: all."
+        ),
+    ] = "",
     shape: Annotated[
         list[str] | None,
         typer.Option(
@@ -238,7 +242,7 @@ def tune(
         command.show(cache)
         return
     command.run(
-        [name.strip() for name in op.split(",")],
+        [name.strip() for name in op.split(",") if name.strip()],
         [command.sizes(text) for text in shape or ()],
         command.dtype_of(dtype),
         nproc=nproc,

@@ -22,7 +22,7 @@ from tp_kernels.planning import Limits, Product, Tuned, load, save, tune_product
 from tp_kernels.planning.cache import Entry, default_path, read
 from tp_kernels.planning.hardware import INTERPRETED, Hardware, agreed
 from tp_kernels.planning.products import entry
-from tp_kernels.planning.tilings import ShapeClass, candidates
+from tp_kernels.planning.tilings import GATHERING, OPERATIONS, ShapeClass, candidates
 
 from .progress import progress_bars
 
@@ -73,14 +73,14 @@ def run(
     limits: Limits,
     path: Path | None,
 ) -> None:
-    """Tune, store, print."""
+    """Tune, store, print; all operations and usual shapes where none are given."""
     if nproc < 2:
         raise ShapeError(f"--nproc {nproc}: one rank communicates nothing; tune with 2 or more")
     if not interpreted:
         check_devices(nproc)
     path = path or default_path()
     products, left = products_of(
-        operations, shapes or (TINY_SHAPES if interpreted else SHAPES), dtype, nproc
+        operations or OPERATIONS, shapes or (TINY_SHAPES if interpreted else SHAPES), dtype, nproc
     )
     request = Request(products, interpreted, limits, path)
     environment = {"TRITON_INTERPRET": str(int(interpreted))}
@@ -106,18 +106,21 @@ def show(path: Path | None) -> None:
         console.print(f"{path}: nothing measured yet", highlight=False, soft_wrap=True)
     for hardware, entries in sorted(tables.items()):
         console.print(f"\n[bold]{escape(str(hardware))}[/]{_label(hardware)}", highlight=False)
-        table = new_table("op", "shots", "bits", "ranks", "M <=", "N <=", "K <=", "tile", "warps", "stages",
-                          "programs", "us (p10..p90)", "ratio", "date")  # fmt: skip
+        table = new_table("op", "shots", "bits", "ranks", "M, N, K up to", "tile", "warps", "stages",
+                          "programs", "senders", "us (p10..p90)", "ratio", "date")  # fmt: skip
         for shape, one in sorted(entries.items()):
             tiling = one.tiling
             table.add_row(
                 shape.operation,
                 *map(str, (shape.shots, 8 * shape.itemsize, shape.world)),
-                *map(str, (shape.rows, shape.width, shape.inner)),
+                f"{shape.rows}, {shape.width}, {shape.inner}",
                 _tile(tiling),
-                *(str(tiling.get(name, "?")) for name in ("warps", "stages", "programs")),
+                *(
+                    str(tiling.get(name, "?"))
+                    for name in ("warps", "stages", "programs", "senders")
+                ),
                 *_times(one),
-                one.date,
+                one.date.partition("T")[0],
             )
         console.print(table)
 
@@ -162,13 +165,16 @@ def products_of(
 ) -> tuple[tuple[Product, ...], list[str]]:
     """What a rank multiplies for whole layers of `shapes`, and which are left out, being of one class.
 
-    Both operations are row-parallel: every rank has its part of K.
+    Of a layer whose rows are gathered, every rank has its part of N, of others its part of K.
     """
     by_class: dict[ShapeClass, Product] = {}
     left = []
     for operation in operations:
         for rows, n, k in shapes:
-            product = Product(operation, rows, n, -(-k // world), dtype)
+            if operation in GATHERING:
+                product = Product(operation, rows, -(-n // world), k, dtype)
+            else:
+                product = Product(operation, rows, n, -(-k // world), dtype)
             first = by_class.setdefault(product.shape_class(world), product)
             if first is not product:
                 left.append(f"{product} is left out: it takes the tiling of {first}")
@@ -210,14 +216,14 @@ def _print_results(console: Console, answer: Answer) -> None:
         highlight=False,
     )
     table = new_table("product of a rank", "built-in", "fastest", "warps", "stages", "programs",
-                      "us (p10..p90)", "ratio", "tried")  # fmt: skip
+                      "senders", "us (p10..p90)", "ratio", "tried")  # fmt: skip
     dropped: dict[str, list[str]] = {}
     for product, tuned, built_in in answer.found:
         best = tuned.winner
         table.add_row(
             str(product),
             *map(_tile, (asdict(built_in), asdict(best))),
-            *map(str, (best.warps, best.stages, best.programs)),
+            *map(str, (best.warps, best.stages, best.programs, best.senders)),
             *_times(entry(product, tuned, built_in)),
             f"{len(tuned.timings)} of {len(tuned.timings) + len(tuned.dropped)}",
         )

@@ -20,7 +20,7 @@ from torch import Tensor
 from tp_kernels.comm.collectives import barrier
 from tp_kernels.comm.errors import UnsupportedError
 from tp_kernels.comm.group import ParallelGroup
-from tp_kernels.comm.layout import split_sizes
+from tp_kernels.comm.layout import split_range, split_sizes
 from tp_kernels.comm.symmetric_region import SymmetricRegion
 from tp_kernels.kernels._device import INTERPRETED
 from tp_kernels.kernels._gemm import Tiling
@@ -38,7 +38,10 @@ BEFORE = 1 << 30
 
 @dataclass(frozen=True)
 class Product:
-    """x [rows, k] times w [n, k] transposed, on every rank, then summed over ranks by `operation`."""
+    """x [rows, k] times w [n, k] transposed, on every rank, as part of `operation`; or its gradient of w.
+
+    Gathered or scattered rows are those of all ranks, divided by split_sizes.
+    """
 
     operation: str
     rows: int
@@ -115,14 +118,13 @@ class ProductSubject:
         self.group, self.product, self.device = group, product, device
         self._shape = workspace_shape(choices, product.dtype, group.size)
         self._timeout = timeout
-        self._function = getattr(
+        function = getattr(
             importlib.import_module(f"tp_kernels.kernels.{product.operation}"), product.operation
         )
-        self._x, self._w = operands(product, group.rank, device)
-        rows = [product.rows] * group.size
-        if product.operation == "linear_reduce_scatter":
-            rows = split_sizes(product.rows, group.size)
-        self._out = self._x.new_empty(rows[group.rank], product.n)
+        self._arguments, self._options, self._out = arguments(
+            product, group.rank, group.size, device
+        )
+        self._function: Callable[..., Any] = function
         self._before: Tensor | None = None
         if device.type == "cuda":
             self._before = torch.empty(BEFORE, dtype=torch.uint8, device=device)
@@ -161,7 +163,7 @@ class ProductSubject:
         self._close()
 
     def _call(self, tiling: Tiling, workspace: Workspace) -> None:
-        self._function(self._x, self._w, workspace, out=self._out, tiling=tiling)
+        self._function(*self._arguments, workspace, **self._options, tiling=tiling)
 
     def _open(self) -> None:
         if self.device.type == "cuda":
@@ -197,23 +199,52 @@ class _Warmup:
         return compile
 
 
-def operands(product: Product, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """x and w of a rank: random, of very different size, with a product of 0.
+def arguments(
+    product: Product, rank: int, world: int, device: torch.device
+) -> tuple[list[Tensor], dict[str, Any], Tensor]:
+    """What the kernel takes on this rank: operands, options, and of these the memory of its result."""
+    rows, n, k, dtype = product.rows, product.n, product.k, product.dtype
+    start, stop = split_range(rows, world, rank)
+    counts = split_sizes(rows, world)
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    if product.operation == "all_gather_weight_gradient":  # sums over rows
+        dy, x = operands((n, k, rows), dtype, 0, device)
+        out, gathered = empty(n, k), empty(rows, k)
+        options: dict[str, Any] = {"counts": counts, "out": out, "gathered": gathered}
+        return [x.t()[start:stop].contiguous(), dy.t().contiguous()], options, out
+    if product.operation == "all_gather_linear":
+        x, w = operands((rows, n, k), dtype, 0, device)
+        out, gathered = empty(rows, n), empty(rows, k)
+        options = {"counts": counts, "outs": [out], "gathered": gathered}
+        return [x[start:stop].contiguous(), w], options, out
+    x, w = operands((rows, n, k), dtype, rank, device)
+    out = empty(stop - start if product.operation == "linear_reduce_scatter" else rows, n)
+    return [x, w], {"out": out}, out
+
+
+def operands(
+    sizes: tuple[int, int, int], dtype: torch.dtype, seed: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """x [M, K] and w [N, K] for `sizes` (M, N, K): random, of very different size, with a product of 0.
 
     Every column comes twice, with opposite signs in w, in random order. What is left are roundings, so
     another order of summation shows in most elements, however much the result is rounded.
     """
-    generator = torch.Generator(device).manual_seed(rank)
-    half, pairs = product.k // 2, product.k // 2 + product.k % 2
+    generator = torch.Generator(device).manual_seed(seed)
+    m, n, k = sizes
+    half, pairs = k // 2, k // 2 + k % 2
 
     def random(rows: int) -> Tensor:
         return torch.randn(rows, pairs, generator=generator, device=device)
 
     scale = torch.randint(-6, 7, (pairs,), generator=generator, device=device).exp2()
-    order = torch.randperm(product.k, generator=generator, device=device)
-    x, w = random(product.rows) * scale, random(product.n)
+    order = torch.randperm(k, generator=generator, device=device)
+    x, w = random(m) * scale, random(n)
     x, w = torch.cat([x[:, :half], x], dim=1), torch.cat([-w[:, :half], w], dim=1)
-    return x[:, order].to(product.dtype), w[:, order].to(product.dtype)
+    return x[:, order].to(dtype), w[:, order].to(dtype)
 
 
 def device_region(

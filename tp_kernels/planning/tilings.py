@@ -9,15 +9,16 @@ A tuner may choose among the candidates of a product because all of them give th
   16-bit elements), or one fused multiply-add in float32. Instructions of one kind differ in M and N by block
   and warps: M and N are the number of independent chains, K is what is summed inside. So all candidates for
   a product use one kind of instruction with one K, no mma.sync where others use wgmma
-  (tests/kernels/aot.py reads it from the machine code).
+  (tests/kernels/aot_candidates.py reads it from the machine code).
 - BLOCK_K is that of the built-in choice, always. The hardware's chain may not depend on it, but the
   interpreter's does, and so would a compiler's that sums a block before it adds it to the rest.
 
 Nobody documents the order inside an instruction. So the argument is not all there is: the tuner runs every
 candidate on the device and drops those whose bits are not those of the built-in choice (tuner.py).
 
-Programs: these kernels communicate from every program, so none are set apart for that. On a GPU all should be
-resident, which bounds them by what registers and shared memory allow (tests/kernels/aot.py).
+Programs: kernels that gather rows set some apart for that, `senders`; the others communicate from every
+program. On a GPU all should be resident, which bounds them by what registers and shared memory allow
+(tests/kernels/aot_candidates.py).
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ from tp_kernels.kernels.workspace import WorkspaceShape
 
 from .hardware import INTERPRETED, Hardware
 
-OPERATIONS = ("linear_all_reduce", "linear_reduce_scatter")
+# Ranks send each other rows of x in these, parts of the sum in others.
+GATHERING = ("all_gather_linear", "all_gather_weight_gradient")
+OPERATIONS = (*GATHERING, "linear_all_reduce", "linear_reduce_scatter")
 
 # Of a candidate: BLOCK_M, BLOCK_N, warps, stages, programs, group.
 Sizes = tuple[int, int, int, int, int, int]
@@ -68,6 +71,11 @@ SIZES: dict[tuple[int, int, str], tuple[Sizes, ...]] = {
         (256, 64, 8, 3, 108, 8),
         (128, 64, 4, 3, 216, 8),
     ),
+    (80, 2, "gradient"): (
+        (64, 128, 8, 4, 108, 8),
+        (128, 64, 8, 4, 108, 8),
+        (128, 128, 8, 3, 108, 8),
+    ),
     (80, 4, "few"): (
         (16, 32, 4, 4, 216, 8),
         (16, 64, 8, 3, 108, 8),
@@ -81,6 +89,11 @@ SIZES: dict[tuple[int, int, str], tuple[Sizes, ...]] = {
         (32, 128, 8, 3, 108, 8),
         (64, 32, 8, 3, 108, 8),
         (128, 32, 8, 3, 108, 8),
+    ),
+    (80, 4, "gradient"): (
+        (32, 64, 8, 3, 108, 8),
+        (64, 32, 8, 3, 108, 8),
+        (64, 64, 8, 4, 108, 8),
     ),
     (90, 2, "few"): (
         (64, 32, 4, 6, 264, 8),
@@ -97,6 +110,11 @@ SIZES: dict[tuple[int, int, str], tuple[Sizes, ...]] = {
         (256, 128, 8, 3, 132, 8),
         (64, 128, 8, 4, 132, 8),
     ),
+    (90, 2, "gradient"): (
+        (128, 128, 8, 4, 132, 8),
+        (64, 128, 8, 4, 132, 8),
+        (64, 256, 8, 4, 132, 8),
+    ),
     (90, 4, "few"): (
         (16, 32, 4, 4, 264, 8),
         (16, 64, 8, 3, 132, 8),
@@ -110,6 +128,11 @@ SIZES: dict[tuple[int, int, str], tuple[Sizes, ...]] = {
         (32, 128, 8, 3, 132, 8),
         (64, 32, 8, 3, 132, 8),
         (128, 32, 8, 3, 132, 8),
+    ),
+    (90, 4, "gradient"): (
+        (32, 64, 8, 3, 132, 8),
+        (64, 32, 8, 3, 132, 8),
+        (64, 64, 8, 4, 132, 8),
     ),
     (100, 2, "few"): (
         (64, 32, 4, 6, 296, 8),
@@ -126,6 +149,11 @@ SIZES: dict[tuple[int, int, str], tuple[Sizes, ...]] = {
         (256, 128, 8, 3, 148, 8),
         (64, 128, 8, 4, 148, 8),
     ),
+    (100, 2, "gradient"): (
+        (64, 256, 8, 3, 148, 8),
+        (64, 128, 8, 4, 148, 8),
+        (128, 128, 8, 3, 148, 8),
+    ),
     (100, 4, "few"): (
         (16, 32, 4, 4, 296, 8),
         (16, 64, 8, 3, 148, 8),
@@ -140,7 +168,15 @@ SIZES: dict[tuple[int, int, str], tuple[Sizes, ...]] = {
         (64, 32, 8, 3, 148, 8),
         (128, 32, 8, 3, 148, 8),
     ),
+    (100, 4, "gradient"): (
+        (32, 64, 8, 3, 148, 8),
+        (64, 32, 8, 3, 148, 8),
+        (64, 64, 8, 4, 148, 8),
+    ),
 }
+
+# Programs that gather, besides those of the built-in choice: a few are enough for slow links.
+SENDERS = (4, 8, 32)
 
 
 @dataclass(frozen=True, order=True)
@@ -154,6 +190,7 @@ class ShapeClass:
         world: ranks.
         rows, width, inner: the largest M, N, K of the class, powers of two; more than half of each is in it.
             Rows are those that `choose` in kernels/_gemm.py sees, so no class is on both sides of FEW_ROWS.
+            Of all_gather_weight_gradient M and K are those of the forward product, whose rows are summed.
     """
 
     operation: str
@@ -168,7 +205,7 @@ class ShapeClass:
     def of(
         operation: str, rows: int | Sequence[int], n: int, k: int, dtype: torch.dtype, world: int
     ) -> ShapeClass:
-        """Of x [rows, k] times w [n, k] transposed on every one of `world` ranks.
+        """Of x [rows, k] times w [n, k] transposed on every one of `world` ranks, or its gradient of w.
 
         rows: all, divided over the ranks by split_sizes where they are divided; or how many each rank has.
 
@@ -190,6 +227,8 @@ class ShapeClass:
     @property
     def kind(self) -> str:
         """Of rows, as in TILINGS."""
+        if self.operation == "all_gather_weight_gradient":
+            return "gradient"
         return "few" if self.rows <= FEW_ROWS else "many"
 
     def __str__(self) -> str:
@@ -223,7 +262,10 @@ def candidates(hardware: Hardware, shape: ShapeClass) -> tuple[Tiling, ...]:
         )
         for m, n, warps, stages, programs, group in sizes
     )
-    return tuple(dict.fromkeys((built_in, *others)))
+    found = [built_in, *others]
+    if shape.operation in GATHERING:
+        found += [replace(built_in, senders=senders) for senders in SENDERS]
+    return tuple(dict.fromkeys(found))
 
 
 def workspace_shape(
