@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/stamps
 NATIVE := CMakeLists.txt $(shell find csrc/include csrc/host -type f)
 
-.PHONY: venv demo test test-cpp test-neon test-python aot lint format clean bench-peers
+.PHONY: venv demo test test-cpp test-neon test-python aot gpu-check lint format clean bench-peers
 .DEFAULT_GOAL := test
 
 venv: $(STAMPS)/package $(STAMPS)/host $(STAMPS)/model
@@ -56,6 +56,12 @@ test-python: venv $(STAMPS)/spin
 aot: venv
 	$(BIN)/python -m tests.kernels.aot $(AOT_ARGS)
 	$(if $(AOT_ARGS),,$(BIN)/python -m tests.kernels.aot --candidates)
+
+# Every Triton kernel on a GPU: right on several ranks, in graphs, and how fast, in at most eight minutes. Without
+# a GPU, every check is counted as skipped. Builds and installs nothing: where there is no .venv, $(PYTHON) runs
+# it and has to have torch and Triton.
+gpu-check:
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m tests.gpu $(GPU_ARGS)
 
 # What `tp-kernels bench` compares with, in an environment of its own: DeepSpeed with its extension
 # compiled ahead, and Open MPI. A few minutes, once.

@@ -102,6 +102,22 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, rank: int, seed: int) -> 
     return (x * torch.exp2(torch.randint(-6, 6, shape, generator=generator))).to(dtype)
 
 
+def whole_numbers(
+    shape: tuple[int, int, int], dtype: torch.dtype, rank: int, seed: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x, w, bias: products are exact in float32 in any order, but not in 16 bits, nor are sums over ranks."""
+    rows, width, inner = shape
+    generator = torch.Generator().manual_seed(1009 * seed + rank)
+
+    def draw(*sizes: int) -> Tensor:
+        return torch.randint(-31, 32, sizes, generator=generator)
+
+    x, w = draw(rows, inner), draw(width, inner)
+    scale = 1.0 if dtype == torch.float16 else 2.0 ** (7 * rank - 7)
+    bias = torch.randint(-999, 999, (width,), generator=torch.Generator().manual_seed(seed))
+    return (x * scale).to(dtype), w.to(dtype), bias.to(dtype) / 8
+
+
 def parameters(x: Tensor) -> dict[str, Tensor]:
     """Of the norm; equal on all ranks."""
     return {

@@ -87,6 +87,8 @@ def compare(
     result, saved = kernel.vocab_parallel_cross_entropy(mine, labels, k.workspace, settings)
     kept = result.clone()
     out = kernel.vocab_parallel_cross_entropy_backward(d_loss, mine, labels, saved, settings)
+    expected = kernel.reference(logits, labels, settings)
+    k.expect(torch.allclose(expected, result, rtol=1e-5, atol=1e-5), *where, "reference")
     k.expect(out is mine and digest(result) == digest(kept), *where, "not in place")
 
     (wide,) = leaves(logits)

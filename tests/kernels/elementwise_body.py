@@ -155,7 +155,7 @@ def rotary(
     for seed, dtype in enumerate(DTYPES):
         x, dy = (draw(shape, dtype, 5 * seed + i, layout) for i in range(2))
         heads_first = x.transpose(-3, -2).contiguous().transpose(-3, -2)
-        for leading in {shape[-3:-2], shape[:-2]}:
+        for leading in (shape[-3:-2], shape[:-2])[min(seed, 1) :]:
             where = (shape, half, interleaved, dtype, leading)
             angle = draw((*leading, half), torch.float32, seed + 9).mul(3).double()
             cos, sin = angle.cos().to(dtype), angle.sin().float()

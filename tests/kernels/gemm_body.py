@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tests import oracle
-from tests.kernels.body import DTYPES, REAL, Kernels, check, kernels, stalled
+from tests.kernels.body import DTYPES, REAL, Kernels, check, kernels, stalled, whole_numbers
 from tests.oracle import LAYOUTS, Case, digest
 from tp_kernels import (
     CollectiveTimeoutError,
@@ -89,22 +89,6 @@ def against_float64(
             oracle.check(case, {"y0": ys[0]}, k.group)
             digests.append(digest(ys[0]))
     return digests
-
-
-def whole_numbers(
-    shape: tuple[int, int, int], dtype: torch.dtype, rank: int, seed: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """x, w, bias: products are exact in float32 in any order, but not in 16 bits, nor are sums over ranks."""
-    rows, width, inner = shape
-    generator = torch.Generator().manual_seed(1009 * seed + rank)
-
-    def draw(*sizes: int) -> Tensor:
-        return torch.randint(-31, 32, sizes, generator=generator)
-
-    x, w = draw(rows, inner), draw(width, inner)
-    scale = 1.0 if dtype == torch.float16 else 2.0 ** (7 * rank - 7)
-    bias = torch.randint(-999, 999, (width,), generator=torch.Generator().manual_seed(seed))
-    return (x * scale).to(dtype), w.to(dtype), bias.to(dtype) / 8
 
 
 def bits(

@@ -83,10 +83,14 @@ def test_refused():
             function(logits=logits[:3])
     with pytest.raises(ShapeError, match="int32"):
         forward(labels=labels.int())
+    with pytest.raises(UnsupportedError, match="labels are on meta"):
+        forward(labels=labels.to("meta"))
     with pytest.raises(UnsupportedError, match="float64"):
         forward(logits.double())
     with pytest.raises(ShapeError, match="takes their place"):
         backward(logits=torch.ones(5, 4).t())
+    with pytest.raises(ShapeError, match="takes their place"):
+        backward(logits=logits[:1].expand(4, 5))
     with pytest.raises(ShapeError, match="d_loss is"):
         backward(d_loss=labels)
     for wrong in ({"vocab": 0}, {"start": -1}, {"label_smoothing": 1.5}):

@@ -16,7 +16,10 @@ communicates:
 
 (Shoeybi et al., 2019, with three all-reduces.) Columns beyond the vocabulary, which pad a shard, take no
 part and get the gradient 0. A label that is neither in the vocabulary nor ignored makes loss and gradient
-of its row NaN, and so does a row of nothing but -inf. Graphs: see _signals.py and _launch.py.
+of its row NaN, and so does a row of nothing but -inf.
+
+Limits: labels are int64, and nobody checks that the ranks have every column of the vocabulary once. Graphs:
+see _signals.py and _launch.py.
 """
 
 from __future__ import annotations
@@ -57,9 +60,7 @@ class CrossEntropyOptions:
 
     def __post_init__(self) -> None:
         if self.vocab < 1 or self.start < 0 or not 0 <= self.label_smoothing <= 1:
-            raise ShapeError(
-                f"{self}: expected vocab >= 1, start >= 0 and label_smoothing from 0 to 1"
-            )
+            raise ShapeError(f"{self}: expected vocab >= 1, start >= 0, label_smoothing 0 to 1")
 
     def width(self, columns: int) -> int:
         """How many of the columns of this rank are not padding."""
@@ -69,15 +70,11 @@ class CrossEntropyOptions:
 def reference(logits: Tensor, labels: Tensor, options: CrossEntropyOptions) -> Tensor:
     """The loss [R] for the logits [R, vocab] of all ranks together, differentiable."""
     wide = logits.float()
+    ignored, smoothing = options.ignore_index, options.label_smoothing
     loss = torch.nn.functional.cross_entropy(
-        wide,
-        labels,
-        ignore_index=options.ignore_index,
-        reduction="none",
-        label_smoothing=options.label_smoothing,
+        wide, labels, ignore_index=ignored, reduction="none", label_smoothing=smoothing
     )
-    penalty = options.z_loss * wide.logsumexp(-1).square()
-    return loss + torch.where(labels == options.ignore_index, 0.0, penalty)
+    return loss + torch.where(labels == ignored, 0.0, options.z_loss * wide.logsumexp(-1) ** 2)
 
 
 @triton.jit
@@ -236,8 +233,6 @@ def vocab_parallel_cross_entropy(
     operation = "cross_entropy"
     check_operand(operation, workspace, logits)
     _check_labels(logits, labels)
-    if workspace.shape.chunk < 16:
-        raise UnsupportedError(f"{operation}: a row takes 16 bytes of a chunk")
     xs, flat = rows_of(logits), labels.contiguous()
     rows, width = len(xs), options.width(xs.shape[1])
     loss = logits.new_empty(labels.shape, dtype=torch.float32)
@@ -266,12 +261,13 @@ def vocab_parallel_cross_entropy_backward(
 ) -> Tensor:
     """The gradient of the logits, in their memory, for d_loss [...] float32; returns `logits`.
 
-    Other arguments as the forward had and returned them; logits need rows that a view can count.
+    Other arguments as the forward had and returned them; logits need rows of one distance.
     """
     operation = "cross_entropy_backward"
     _check_labels(logits, labels)
     xs = rows_of(logits)
-    if xs.data_ptr() != logits.data_ptr():
+    rows, columns = xs.shape
+    if xs.data_ptr() != logits.data_ptr() or (rows > 1 and xs.stride(0) < columns):
         raise ShapeError(
             f"{operation}: logits have strides {logits.stride()}; the gradient takes their place, "
             "which needs adjacent elements in rows of one distance"
@@ -281,7 +277,6 @@ def vocab_parallel_cross_entropy_backward(
             f"{operation}: d_loss is {tuple(d_loss.shape)} {d_loss.dtype}, expected "
             f"{tuple(labels.shape)} float32"
         )
-    rows, columns = xs.shape
     sizes = tiling(columns)
     launch(
         gradient, operation, tiles(rows, columns, **sizes),
@@ -297,4 +292,8 @@ def _check_labels(logits: Tensor, labels: Tensor) -> None:
         raise ShapeError(
             f"cross_entropy: logits are {tuple(logits.shape)}, labels {tuple(labels.shape)} "
             f"{labels.dtype}; expected [..., V] and [...] int64"
+        )
+    if labels.device != logits.device:
+        raise UnsupportedError(
+            f"cross_entropy: labels are on {labels.device}, logits on {logits.device}"
         )

@@ -220,7 +220,8 @@ class Workspace:
         """
         if INTERPRETED:
             self.check()
-        check_device(f"{operation} on rank {self.rank}", self.table.device)
+        else:
+            check_device(f"{operation} on rank {self.rank}", self.table.device)
         kernel[(programs,)](
             *arguments,
             self.table,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_kernels.comm.collectives import barrier
+from tp_kernels.comm.cuda_region import CudaRegion
 from tp_kernels.comm.errors import UnsupportedError
 from tp_kernels.comm.group import ParallelGroup
 from tp_kernels.comm.layout import split_range, split_sizes
@@ -166,17 +166,16 @@ class ProductSubject:
         self._function(*self._arguments, workspace, **self._options, tiling=tiling)
 
     def _open(self) -> None:
-        if self.device.type == "cuda":
-            local, addresses, self._mapping = device_region(
-                self.group, self._shape.nbytes, self.device
-            )
-            self._close: Callable[[], None] = lambda: None
-        else:
-            region = SymmetricRegion(self.group, self._shape.nbytes)
-            local, addresses, self._close = region.local, region.addresses, region.close
-        self._memory = (self.group.rank, local, addresses)
+        nbytes = self._shape.nbytes
+        region = (
+            SymmetricRegion(self.group, nbytes)
+            if self.device.type == "cpu"
+            else CudaRegion(self.group, nbytes, self.device)
+        )
+        self._close: Callable[[], None] = region.close
+        self._memory = (self.group.rank, region.local, region.addresses)
         self._workspace = Workspace(self._shape, *self._memory, timeout=self._timeout)
-        barrier(self.group)  # all ranks have constructed theirs
+        region.settle()  # all ranks have constructed theirs
 
 
 class CompilingWorkspace(Workspace):
@@ -245,23 +244,6 @@ def operands(
     x, w = random(m) * scale, random(n)
     x, w = torch.cat([x[:, :half], x], dim=1), torch.cat([-w[:, :half], w], dim=1)
     return x[:, order].to(dtype), w[:, order].to(dtype)
-
-
-def device_region(
-    group: ParallelGroup, nbytes: int, device: torch.device
-) -> tuple[Tensor, list[int], Any]:
-    """[nbytes] uint8 zeros in the memory of `device`, addresses of all ranks' in this process, and what holds
-    them mapped. Collective.
-    """
-    import torch.distributed._symmetric_memory as symmetric_memory
-
-    if group.process_group is None:
-        raise UnsupportedError("tuning needs a process group of two ranks or more")
-    local = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
-    mapping = symmetric_memory.rendezvous(local, group.process_group)
-    local.zero_()
-    torch.cuda.synchronize(device)
-    return local, list(mapping.buffer_ptrs), mapping
 
 
 def device_seconds(call: Callable[[], Any], before: Tensor) -> float:
