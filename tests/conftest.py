@@ -36,6 +36,13 @@ def world() -> Iterator[Callable[[int], Ranks]]:
         yield get
 
 
+@pytest.fixture(scope="session")
+def interpreted() -> Iterator[Callable[[int], Ranks]]:
+    """As `world`, with the Triton interpreter in every rank."""
+    with rank_pools({"TRITON_INTERPRET": "1"}) as get:
+        yield get
+
+
 @contextmanager
 def rank_pools(env: dict[str, str] | None = None) -> Iterator[Callable[[int], Ranks]]:
     """Pools of ranks by size, whose processes have the variables `env`."""

@@ -2,6 +2,7 @@
 
     python -m tests.kernels.aot            compare all configurations with resources.json, print the table
     python -m tests.kernels.aot --write    write resources.json instead
+    python -m tests.kernels.aot --candidates    compile what the tuner may choose; see aot_candidates.py
 
 Triton carries the assemblers, so a machine without CUDA gets the machine code that a GPU would run.
 """
@@ -141,10 +142,12 @@ def build(
     *,
     of_one: bool = False,
     wide: bool = False,
+    tiling: Any = None,
 ) -> Compiled:
     """Compile for an architecture as `Workspace.launch` would, or `_launch.launch`, with aligned arguments.
 
     of_one: all sizes are 1, which Triton makes constants of; wide: sizes beyond 2^31, which are int64.
+    tiling: of a matrix product, instead of the one in TILINGS.
     """
     name, _, function = configuration.kernel.partition(".")
     module = importlib.import_module(f"{package}.{name}")
@@ -177,7 +180,7 @@ def build(
     kinds |= {key: kind + "/16" * (kind[0] == "*") for key, kind in aot_local.KINDS.items()}
     if configuration.shape:
         gemm = importlib.import_module(f"{package}._gemm")
-        tiling = gemm.TILINGS[architecture, itemsize, configuration.shape]
+        tiling = tiling or gemm.TILINGS[architecture, itemsize, configuration.shape]
         constants |= tiling.constants(itemsize) | {"LANES": 32 * tiling.warps}
         constants |= {"ACTIVATION": "gelu_tanh", "ROWS": 256, "ADD": True, "TMA": ""}
         if configuration.tma:
@@ -339,7 +342,11 @@ def work(configuration: Configuration) -> list[tuple[str, dict[str, int], list[s
 def main() -> int:
     parser = argparse.ArgumentParser(description="compile every kernel for every architecture")
     parser.add_argument("--write", action="store_true", help=f"write {TABLE.name}")
-    write = parser.parse_args().write
+    parser.add_argument("--candidates", action="store_true", help="those of the tuner instead")
+    arguments = parser.parse_args()
+    if arguments.candidates:
+        return importlib.import_module("tests.kernels.aot_candidates").main()
+    write = arguments.write
     recorded = {} if write else read_table()
     table: dict[str, dict[str, dict[str, int]]] = {}
     bad = 0

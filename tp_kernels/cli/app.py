@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from tp_kernels import RankError, TpKernelsError, __version__
+from tp_kernels import RankError, TpKernelsError, UnsupportedError, __version__
 
 from .bench import bench_app
 
@@ -156,3 +157,96 @@ def demo(
     from .demo import run
 
     raise typer.Exit(run(model, prompt, max_new_tokens=max_new_tokens, rounds=rounds))
+
+
+@app.command()
+def tune(
+    context: typer.Context,
+    op: Annotated[
+        str,
+        typer.Option(
+            help="Comma list of all_gather_linear, all_gather_weight_gradient, linear_all_reduce, "
+            "linear_reduce_scatter. Default: all."
+        ),
+    ] = "",
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="M,N,K",
+            help="Rows, output and input features of a layer before it is split; may be repeated. "
+            "Default: projections of Llama-3-8B and -70B, 16 to 8192 rows.",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16 or float16; the last two share their tilings.")
+    ] = "bfloat16",
+    nproc: Annotated[int, typer.Option(help="Ranks, each with a GPU of its own.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of every candidate.")] = 5,
+    turn: Annotated[
+        float, typer.Option(min=1e-4, help="Seconds of a turn; a longer call is made once a turn.")
+    ] = 0.02,
+    seconds: Annotated[
+        float, typer.Option(min=0.0, help="After so many, nothing new is begun for a product.")
+    ] = 60.0,
+    cache: Annotated[
+        Path | None,
+        typer.Option(
+            help="The file with the results. Default: tilings.json in $TP_KERNELS_CACHE, or in "
+            "tp_kernels of the user's cache directory."
+        ),
+    ] = None,
+    interpreter: Annotated[
+        bool,
+        typer.Option(
+            "--interpreter",
+            help="Without a GPU: the Triton interpreter on CPU tensors, at tiny shapes. Shows how "
+            "tuning works; its times are those of an interpreter and are never used for a GPU.",
+        ),
+    ] = False,
+    show: Annotated[
+        bool, typer.Option("--show", help="Print what has been measured so far, and end.")
+    ] = False,
+) -> None:
+    """Find the fastest tiles of the fused Triton products on this machine, and keep them in a file.
+
+    All ranks run the same candidates in turns; a call counts with its slowest rank, and all agree on
+    the winner. A candidate that does not compile, fails on one rank, or gives other bits than the
+    built-in choice is dropped. The built-in choice stays unless another is faster beyond its spread.
+    So tuning changes how long a product takes, never its result.
+
+    A measured shape stands for its class, all whose sizes round up to the same powers of two, on the
+    same device, with the same number of ranks and the same versions of Triton and tp_kernels.
+
+        tp-kernels tune --nproc 8
+        tp-kernels tune --nproc 4 --op linear_all_reduce --shape 16,4096,14336 --shape 64,4096,14336
+        tp-kernels tune --interpreter --cache /tmp/tilings.json
+        tp-kernels tune --show
+    """
+    try:
+        from . import tune as command
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise UnsupportedError("tune needs Triton: pip install 'tp_kernels[triton]'") from error
+
+    if show:
+        sources = {name: context.get_parameter_source(name) for name in context.params}
+        given = [
+            name for name, source in sources.items() if source and source.name == "COMMANDLINE"
+        ]
+        idle = set(given) - {"show", "cache"}
+        if idle:
+            raise UnsupportedError(
+                f"--show measures nothing: leave out --{', --'.join(sorted(idle))}"
+            )
+        command.show(cache)
+        return
+    command.run(
+        [name.strip() for name in op.split(",") if name.strip()],
+        [command.sizes(text) for text in shape or ()],
+        command.dtype_of(dtype),
+        nproc=nproc,
+        interpreted=interpreter,
+        limits=command.Limits(rounds, turn, seconds),
+        path=cache,
+    )
