@@ -154,9 +154,13 @@ class Workspace:
         self.record = torch.zeros(len(RECORD), dtype=torch.int32, device=local.device)
         if epoch:
             signals = local[: shape.nbytes].view(shape.channels, shape.stride)
-            for word in (READY.value, CREDIT.value, EPOCH.value):
-                flags = signals[:, word : word + 4 * MOST_RANKS]
-                flags.copy_(torch.full((MOST_RANKS,), epoch, dtype=torch.int32).view(torch.uint8))
+            for word, count in (
+                (READY.value, MOST_RANKS),
+                (CREDIT.value, MOST_RANKS),
+                (EPOCH.value, 1),
+            ):
+                flags = signals[:, word : word + 4 * count]  # not DONE, which counts from 0
+                flags.copy_(torch.full((count,), epoch, dtype=torch.int32).view(torch.uint8))
 
     @property
     def world(self) -> int:
