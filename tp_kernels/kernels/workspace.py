@@ -124,6 +124,8 @@ class Workspace:
         addresses: of the region of every rank, as this rank's kernels reach them.
         timeout: seconds a wait of a kernel may last.
         name: for messages.
+        programs: that a launch may have, also of those that have no channel; equal on all ranks. For ranks
+            that share a GPU; else a kernel knows how many are of use.
         epoch: rounds that are taken to have been made already; for tests.
     """
 
@@ -136,6 +138,7 @@ class Workspace:
         *,
         timeout: float = 60.0,
         name: str = "workspace",
+        programs: int | None = None,
         epoch: int = 0,
     ) -> None:
         if local.dtype != torch.uint8 or local.dim() != 1 or local.numel() < shape.nbytes:
@@ -149,6 +152,7 @@ class Workspace:
                 f"aligned, not {[hex(address) for address in addresses]}"
             )
         self.shape, self.rank, self.name, self.timeout = shape, rank, name, timeout
+        self.programs = programs
         self.local = local  # kept alive; kernels reach it through `table` only
         self.table = torch.tensor(addresses, dtype=torch.int64, device=local.device)
         self.record = torch.zeros(len(RECORD), dtype=torch.int32, device=local.device)
