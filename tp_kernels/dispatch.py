@@ -71,7 +71,7 @@ def explain(
     out_features: int | Sequence[int],
     group: ParallelGroup | None = None,
     dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
+    device: torch.device | str = "cpu",
     implementation: str = "auto",
 ) -> Choice:
     """What `operation` would run for x [rows, in_features] and W [out_features, in_features], and why.
@@ -91,7 +91,7 @@ def explain(
         rows=rows,
         width=width,
         dtype=dtype,
-        device=device,
+        device=torch.device(device).type,
         implementation=implementation,
     )
 

@@ -15,12 +15,15 @@ from typing import Any
 from unittest import mock
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from tests.oracle import digest
 from tp_kernels import CollectiveTimeoutError, ParallelGroup, split_range, split_sizes
 from tp_kernels import all_reduce as host_all_reduce
 from tp_kernels.comm.symmetric_region import SymmetricRegion
+from tp_kernels.kernels._rounds import length_of
 
 REAL = "tp_kernels.kernels"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -301,6 +304,19 @@ def late_for_one(package: str, operation: str) -> None:
             k.call(operation, torch.ones(3, 60))
         if rank == 0:
             rendezvous.put("gave up", "")
+
+
+@triton.jit
+def length(count, first, out):  # type: ignore[no-untyped-def]
+    tl.store(out, length_of(tl.load(count), tl.load(first), 512))
+
+
+def lengths() -> None:
+    """Of a rank without rows, where another has rows of more than 2^31 elements: too many to try."""
+    out = torch.zeros(1, dtype=torch.int32)
+    for count, first, expected in ((700, 0, 512), (700, 512, 188), (0, 512, 0), (0, 3 << 30, 0)):
+        length[(1,)](torch.tensor([count]), torch.tensor([first]), out)
+        assert out.item() == expected, (count, first, out)
 
 
 @contextmanager

@@ -224,13 +224,26 @@ def own_rows_first(package: str) -> None:
     """Nothing arrives: the products of own rows are there all the same, those of others are not begun."""
     with kernels(package, chunk=128, channels=3, timeout=0.3) as k:
         problem = Problem(k, (48 * k.group.size, 4), (20,), torch.float32, 0)
+        begin = time.monotonic()
         with producer(problem, 0, last=0), gives_up("the rows that its own program "):
             problem.linear(0)
+        # Programs that gather give up first, since they know for which rank.
+        assert time.monotonic() - begin > 2 * k.workspace.timeout
         expected = k.module("all_gather_linear").reference(problem.xs, problem.ws, [None])[0]
         mine = slice(48 * k.group.rank, 48 * (k.group.rank + 1))
         assert torch.equal(problem.outs[0][mine], expected[mine])
         problem.outs[0][mine] = torch.nan
         assert problem.outs[0].isnan().all()
+
+
+def few_programs(package: str, operation: str) -> None:
+    """No more than the workspace allows, where the shape asks for many: ranks may share a GPU."""
+    with kernels(package, chunk=CHUNK, channels=3) as k:
+        k.workspace.programs = 3
+        with mock.patch.object(k.workspace, "launch", wraps=k.workspace.launch) as launch:
+            Problem(k, (50, 18), (70,), torch.float32, 1).run(operation, 1)
+        _, _, programs, *_ = launch.call_args.args
+        assert programs == 3
 
 
 def absent_rank(package: str, operation: str, absent: int) -> dict[str, int] | None:
@@ -292,6 +305,7 @@ def refused(package: str = REAL) -> None:
             (UnsupportedError, "w is torch.float16", (x, w.half()), {}),
             (UnsupportedError, "torch.float64", (x.double(), w.double()), {}),
             (UnsupportedError, "activation='tanh'", (x, w), {"activation": "tanh"}),
+            (UnsupportedError, "2147483648 rows", (x[:1].expand(2**30, 3), w), {}),
         ):
             with pytest.raises(error, match=text):
                 run(*args, k.workspace, **more)

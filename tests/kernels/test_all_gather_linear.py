@@ -80,5 +80,9 @@ def test_absent_rank(interpreted):
         assert record["expected"] == record["seen"] + 1 == 2
 
 
+def test_few_programs(interpreted):
+    interpreted(2).run(body.few_programs, REAL, OPERATION)
+
+
 def test_refused(interpreted):
     interpreted(2).run(body.refused)

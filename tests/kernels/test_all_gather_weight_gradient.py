@@ -44,5 +44,9 @@ def test_same_bits_in_every_run(interpreted):
     assert first == again
 
 
+def test_few_programs(interpreted):
+    interpreted(2).run(body.few_programs, REAL, OPERATION)
+
+
 def test_refused(interpreted):
     interpreted(2).run(body.refused_gradient)

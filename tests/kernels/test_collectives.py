@@ -26,6 +26,10 @@ def test_bits(interpreted, size, operation):
     alike(interpreted(size).run(body.bits, REAL, operation, SHAPES))
 
 
+def test_lengths(interpreted):
+    interpreted(1).run(body.lengths)
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_bits_of_four_ranks(interpreted, operation):
     alike(interpreted(4).run(body.bits, REAL, operation, [(3, 5)], body.DTYPES[1:2]))

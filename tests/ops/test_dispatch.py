@@ -154,6 +154,8 @@ def read_explanations() -> None:
         how = "on a thread during" if group.communication_thread else "after"
         assert text(group).startswith(f"{shared}{how} the product: ")
         assert "not cuda" in text(group, device="cuda")
+        assert text(group, device="cuda:1") == text(group, device="cuda")
+        assert text(group, device=torch.device("cpu")) == text(group)
     with ParallelGroup(provider="none", timeout=30, communication_thread=True) as group:
         assert not group.communication_thread
         assert group.overlap_reason == "provider='none' was asked for"

@@ -23,7 +23,7 @@ import triton.language as tl
 
 from ._device import device_function, store_release
 from ._gemm import Tiling
-from ._rounds import receive, send, start_of
+from ._rounds import length_of, receive, send, start_of
 from ._signals import CREDIT, DONE, FINISHED, READY, enter, leave, observe, publish, wait
 from .workspace import Division, Workspace
 
@@ -31,15 +31,18 @@ from .workspace import Division, Workspace
 class Plan(NamedTuple):
     part: int  # elements that a rank sends a peer in a round
     channels: int  # and programs that communicate
+    programs: int  # in all
 
 
 def plan_gather(
-    workspace: Workspace, division: Division, width: int, itemsize: int, tiling: Tiling
+    workspace: Workspace, division: Division, width: int, itemsize: int, tiling: Tiling, tiles: int
 ) -> Plan:
-    """How rows of `width` elements are gathered for products with `tiling`."""
+    """How rows of `width` elements are gathered for `tiles` tiles of products with `tiling`."""
     block = tiling.constants(itemsize)["BLOCK"]
-    most = min(workspace.shape.channels, tiling.senders, 32 * tiling.warps)
-    return Plan(*workspace.divide(division.most * width, itemsize, block, most))
+    programs = min(tiling.programs, workspace.programs or tiling.programs)
+    most = min(workspace.shape.channels, tiling.senders, 32 * tiling.warps, max(1, programs // 2))
+    part, channels = workspace.divide(division.most * width, itemsize, block, most)
+    return Plan(part, channels, channels + max(1, min(tiles, programs - channels)))
 
 
 @device_function
@@ -62,7 +65,7 @@ def gather_rows(
     first = channel * part
     while (first < most) & alive:
         epoch += 1
-        my_length = tl.minimum(my_count - first, part).to(tl.int32)
+        my_length = length_of(my_count, first, part)
         alive = observe(
             table, record, rank, channel, CREDIT, epoch - DEPTH, alive, timeout,
             OPERATION, WORLD, STRIDE, LANES,
@@ -86,7 +89,7 @@ def gather_rows(
             peer = (me + step) % WORLD
             theirs = start_of(peer, small, larger, unit)
             their_count = start_of(peer + 1, small, larger, unit) - theirs
-            length = tl.minimum(their_count - first, part).to(tl.int32)
+            length = length_of(their_count, first, part)
             for start in range(0, part, BLOCK):
                 offsets = start + tl.arange(0, BLOCK)
                 mask = (offsets < length) & alive
@@ -111,7 +114,8 @@ def await_rows(
 ):  # fmt: skip
     """Wait for rows `first` to `stop` of the result, no more; returns whether `alive` still holds.
 
-    small, larger, unit: see start_of, in rows of `width` elements.
+    small, larger, unit: see start_of, in rows of `width` elements. Lasts as long as the two waits of a round,
+    so that the record of a failure names the peer: this program may have begun to wait before that one.
     """
     lanes = tl.arange(0, LANES)
     rounds = lanes * 0
@@ -128,7 +132,8 @@ def await_rows(
             rounds = tl.maximum(rounds, needed)
     used = (lanes < channels) & (rounds > 0)
     words = tl.load(table + rank) + lanes.to(tl.int64) * STRIDE + DONE
-    return wait(words, rounds, used, record, rank, -1, DONE, alive, timeout, OPERATION, LANES)
+    patience = 2 * tl.cast(timeout, tl.int64)
+    return wait(words, rounds, used, record, rank, -1, DONE, alive, patience, OPERATION, LANES)
 
 
 @device_function

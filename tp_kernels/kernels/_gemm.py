@@ -70,6 +70,8 @@ TMA_BYTES = 16  # that divide addresses and strides
 
 # Rows of a rank's part up to which the tiles of "few" rows are taken.
 FEW_ROWS = 64
+# And columns: they are rounded up to tiles and counted in int32.
+MOST_ROWS = 2**31 - 2**16 - 1
 
 # By architecture, bytes of an element, and shape: few rows, many rows, or the gradient of a weight. 80 serves
 # all that are not in the table: it stays within the 99 KiB of shared memory of 8.6, 8.9 and 12.0. Sizes are
@@ -163,8 +165,14 @@ def check_alike(where: str, x: Tensor, /, **others: Sequence[Tensor | None]) -> 
                 raise UnsupportedError(
                     f"{where}: {name} is {t.dtype} on {t.device}, x is {x.dtype} on {x.device}"
                 )
-            if max(t.shape, default=0) >= 2**31 - 2**16:  # they are rounded up to tiles
+            if max(t.shape, default=0) > MOST_ROWS:
                 raise UnsupportedError(f"{where}: {name} is {tuple(t.shape)}: 2^31 or more")
+
+
+def check_rows(where: str, rows: int) -> None:
+    """As check_alike, of the rows of all ranks together, of which this one may have few."""
+    if rows > MOST_ROWS:
+        raise UnsupportedError(f"{where}: {rows} rows of all ranks: 2^31 or more")
 
 
 def as_list(x: Tensor | Sequence[Tensor]) -> list[Tensor]:

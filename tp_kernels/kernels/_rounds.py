@@ -50,6 +50,12 @@ def sum_of_ranks(
 
 
 @device_function
+def length_of(count, first, part):
+    """How many of `count` elements, counted in int64, a round of `part` takes from `first` on; int32."""
+    return tl.maximum(tl.minimum(count - first, part), 0).to(tl.int32)
+
+
+@device_function
 def start_of(rank, small, larger, unit):
     """Where the rows of `rank` start: all ranks have `small` rows, the first `larger` ones `unit` more.
 

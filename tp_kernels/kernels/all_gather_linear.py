@@ -33,6 +33,7 @@ from ._gemm import (
     accumulate,
     as_list,
     check_alike,
+    check_rows,
     check_width,
     choose,
     pick,
@@ -190,6 +191,7 @@ def all_gather_linear(
     if division.rows(workspace.rank) != x.shape[0]:
         raise ShapeError(f"{where}: x has {x.shape[0]} rows, counts={list(counts or [])}")
     rows, inner = division.total(workspace.world), x.shape[1]
+    check_rows(where, rows)
     gathered = result_like(operation, workspace, x, (rows, inner), gathered)
     given: Sequence[Tensor | None] = outs or [None] * len(ws)
     ys = [
@@ -205,12 +207,12 @@ def all_gather_linear(
             )
         return ys, gathered
     tiling, x = tiling or choose(x, division.most), x.contiguous()
-    plan = plan_gather(workspace, division, inner, x.element_size(), tiling)
     tiles = -(-rows // tiling.block_m) * sum(-(-y.shape[1] // tiling.block_n) for y in ys)
+    plan = plan_gather(workspace, division, inner, x.element_size(), tiling, tiles)
     workspace.launch(
         gather_and_multiply,
         operation,
-        plan.channels + max(1, min(tiles, tiling.programs - plan.channels)),
+        plan.programs,
         x,
         gathered,
         tuple(ws),

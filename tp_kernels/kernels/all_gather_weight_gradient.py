@@ -183,12 +183,12 @@ def all_gather_weight_gradient(
         return result, gathered
     tiling = tiling or choose_for_gradient(x)
     x, other = x.contiguous(), other.contiguous()
-    plan = plan_gather(workspace, division, inner, x.element_size(), tiling)
     tiles = -(-columns // tiling.block_m) * -(-inner // tiling.block_n)
+    plan = plan_gather(workspace, division, inner, x.element_size(), tiling, tiles)
     workspace.launch(
         gather_and_accumulate,
         operation,
-        plan.channels + max(1, min(tiles, tiling.programs - plan.channels)),
+        plan.programs,
         x,
         gathered,
         other,

@@ -16,7 +16,7 @@ from tp_kernels.comm.errors import ShapeError
 from tp_kernels.comm.layout import split_range, split_sizes
 
 from ._device import narrow
-from ._rounds import send, start_of, sum_of_ranks
+from ._rounds import length_of, send, start_of, sum_of_ranks
 from ._signals import CREDIT, READY, enter, leave, observe, publish
 from .workspace import WARPS, Workspace, check_operand, result_like, tile
 
@@ -48,7 +48,7 @@ def scatter(
     first = channel * part
     while (first < most) & alive:
         epoch += 1
-        my_length = tl.minimum(my_count - first, part).to(tl.int32)
+        my_length = length_of(my_count, first, part)
         alive = observe(
             table, record, rank, channel, CREDIT, epoch - DEPTH, alive, timeout,
             OPERATION, WORLD, STRIDE, LANES,
@@ -57,7 +57,7 @@ def scatter(
             peer = (me + step) % WORLD
             theirs = start_of(peer, small, larger, width)
             their_count = start_of(peer + 1, small, larger, width) - theirs
-            length = tl.minimum(their_count - first, part).to(tl.int32)
+            length = length_of(their_count, first, part)
             for start in range(0, part, BLOCK):
                 offsets = start + tl.arange(0, BLOCK)
                 mask = (offsets < length) & alive

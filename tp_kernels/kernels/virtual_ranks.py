@@ -105,7 +105,7 @@ class VirtualRanks:
         channels = resident_channels(world, available, channels)
         self.shape = WorkspaceShape(world, channels, chunk, depth)
         self.workspaces = workspaces_of_one_process(
-            self.shape, self.device, timeout=timeout, epoch=epoch
+            self.shape, self.device, timeout=timeout, programs=channels, epoch=epoch
         )
         self.streams = [torch.cuda.Stream(self.device) for _ in range(world)]
         torch.cuda.synchronize(self.device)  # regions are zero before any stream uses them

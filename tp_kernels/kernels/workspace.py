@@ -130,6 +130,8 @@ class Workspace:
         addresses: of the region of every rank, as this rank's kernels reach them.
         timeout: seconds a wait of a kernel may last.
         name: for messages.
+        programs: that a launch may have, also of those that have no channel; equal on all ranks. For ranks
+            that share a GPU; else a kernel knows how many are of use.
         epoch: rounds that are taken to have been made already; for tests.
         multicast: address that stands for the regions of all ranks, 0 where there is none.
     """
@@ -143,6 +145,7 @@ class Workspace:
         *,
         timeout: float = 60.0,
         name: str = "workspace",
+        programs: int | None = None,
         epoch: int = 0,
         multicast: int = 0,
     ) -> None:
@@ -158,14 +161,19 @@ class Workspace:
             )
         self.shape, self.rank, self.name, self.timeout = shape, rank, name, timeout
         self.multicast = multicast
+        self.programs = programs
         self.local = local  # kept alive; kernels reach it through `table` only
         self.table = torch.tensor(addresses, dtype=torch.int64, device=local.device)
         self.record = torch.zeros(len(RECORD), dtype=torch.int32, device=local.device)
         if epoch:
             signals = local[: shape.nbytes].view(shape.channels, shape.stride)
-            for word in (READY.value, CREDIT.value, EPOCH.value):
-                flags = signals[:, word : word + 4 * MOST_RANKS]
-                flags.copy_(torch.full((MOST_RANKS,), epoch, dtype=torch.int32).view(torch.uint8))
+            for word, count in (
+                (READY.value, MOST_RANKS),
+                (CREDIT.value, MOST_RANKS),
+                (EPOCH.value, 1),
+            ):
+                flags = signals[:, word : word + 4 * count]  # not DONE, which counts from 0
+                flags.copy_(torch.full((count,), epoch, dtype=torch.int32).view(torch.uint8))
 
     @property
     def world(self) -> int:
