@@ -22,7 +22,8 @@ HERE = TritonSupport(None, False, 90)
     ("support", "device", "reason"),
     [
         (HERE, "cuda", None),
-        (replace(HERE, capability=80), "cuda", None),
+        (replace(HERE, capability=93), "cuda", None),
+        (replace(HERE, capability=86), "cuda", "ranks 0 and 1: compute capabilities 9.x and 8.x;"),
         (replace(HERE, interpreted=True), "cpu", None),
         (HERE, "cpu", "rank 1: CPU tensors need Triton's interpreter: set TRITON_INTERPRET=1"),
         (replace(HERE, missing="not installed"), "cuda", "rank 1: triton is not installed; pip"),
