@@ -29,6 +29,7 @@ OPERATIONS = {
     "triton linear_all_reduce": 24,
     "triton linear_reduce_scatter": 25,
     "triton all_gather_linear": 26,
+    "triton all_gather_weight_gradient": 27,
     "broadcast": 32,
     "broadcast_object": 33,
     "all_gather_object": 34,

@@ -14,7 +14,7 @@ from torch import Tensor
 from tp_kernels.comm.group import ParallelGroup
 from tp_kernels.comm.short_way import GATHER_FIRST_ROWS
 
-from ._gemm import block_rows, linear, part_blocks, products, starts
+from ._gemm import block_rows, linear, part_blocks, products, starts, weight_gradients
 from ._workspace import agree, launch
 
 Gathered = tuple[list[Tensor], Tensor | None]
@@ -136,6 +136,26 @@ def triton(
     used = ws or [x.new_empty(0, x.shape[1])]  # only to gather: a product without features
     ys, whole = launch(group, x, "all_gather_linear", x, used, counts=counts, bias=biases or None)
     return ys[: len(ws)], whole if keep else None
+
+
+def triton_weight_gradients(
+    group: ParallelGroup,
+    dys: Sequence[Tensor],
+    x: Tensor,
+    counts: Sequence[int],
+    needed: Sequence[bool],
+) -> list[Tensor]:
+    """dW_i = dy_i^T all_gather(x), an empty tensor where not needed.
+
+    For the first one kernel gathers the rows and uses them as they arrive; the others are plain products.
+    """
+    agree(group, "all_gather_weight_gradient", x, x.shape[1], counts)
+    first = list(needed).index(True)
+    dw, gathered = launch(group, x, "all_gather_weight_gradient", x, dys[first], counts=counts)
+    others = [need and index != first for index, need in enumerate(needed)]
+    dws = weight_gradients(dys, gathered, others)
+    dws[first] = dw
+    return dws
 
 
 IMPLEMENTATIONS = {"reference": reference, "chunked": chunked, "host": host, "triton": triton}

@@ -15,6 +15,7 @@ from torch.compiler import is_compiling
 from tp_kernels.comm.collectives import all_gather, row_counts
 from tp_kernels.comm.errors import UnsupportedError
 from tp_kernels.comm.group import ParallelGroup
+from tp_kernels.dispatch import choose
 
 from . import all_gather_gemm, gemm_reduce_scatter
 from ._gemm import linear_layers, partial_product, weight_gradients
@@ -24,6 +25,7 @@ from ._op import (
     activated,
     bias_gradient,
     check_call,
+    device_type,
     direct,
     finish,
     needed,
@@ -181,10 +183,17 @@ def _backward_kernel(
     group = ParallelGroup.by_name(group_name)
     dws: list[Tensor] = []
     if not kept and group.size > 1 and any(need_w):
-        x = all_gather(x, group, counts=counts)
+        operation, rows = "all_gather_linear.backward", sum(counts)
+        choice = choose(operation, group, rows, x.shape[1], x.dtype, device_type(x), impl)
+        if choice.implementation == "triton":  # hides the gather as well
+            function = all_gather_gemm.triton_weight_gradients
+            dws = group.run(operation, "triton", function, group, dys, x, counts, need_w)
+        else:
+            x = all_gather(x, group, counts=counts)
 
     def between() -> None:
-        dws.extend(weight_gradients(dys, x, need_w))
+        if not dws:
+            dws.extend(weight_gradients(dys, x, need_w))
 
     if not need_x or group.size == 1:
         between()
