@@ -11,12 +11,16 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from tp_kernels import ParallelGroup, ShapeError, UnsupportedError
-from tp_kernels.comm import cuda_region
-from tp_kernels.comm.cuda_region import CudaRegion, DeviceIdentity, cuda_obstacle, exchange_devices
+from tp_kernels import ParallelGroup, Ranks, ShapeError, UnsupportedError
+from tp_kernels.comm import devices
+from tp_kernels.comm.cuda_region import CudaRegion, exchange_devices
+from tp_kernels.comm.devices import DeviceIdentity, cuda_obstacle
+from tp_kernels.comm.regions import new_region, region_obstacle
 from tp_kernels.comm.topology import HostIdentity
+from tp_kernels.ops import _workspace
 
 HOST = HostIdentity("boot", "mount", "pids", 7, 0, 1)
 DEVICES = [
@@ -64,7 +68,7 @@ def test_one_device_for_two_ranks():
 def test_as_many_ranks_as_kernels_have_flags_for():
     from tp_kernels.kernels._signals import MOST_RANKS
 
-    assert cuda_region.MOST_RANKS == MOST_RANKS
+    assert devices.MOST_RANKS == MOST_RANKS
 
 
 def test_identities_travel():
@@ -95,7 +99,7 @@ def test_identity_of_a_device(monkeypatch):
     ):
         torchs.get_backend = lambda device: "CUDA"
         for overlap in ("1", "0"):
-            monkeypatch.setenv(cuda_region.OVERLAP, overlap)
+            monkeypatch.setenv(devices.OVERLAP, overlap)
             expected = DeviceIdentity(1, "b", ("c",), overlap == "1")
             assert DeviceIdentity.current(torch.device("cuda")) == expected
         torchs.get_backend = lambda device: None
@@ -166,6 +170,59 @@ def made() -> None:
 
 def test_made(world):
     world(2).run(made)
+
+
+def wired() -> None:
+    """A group made where every rank has a device gives regions and workspaces on it."""
+    with (
+        stand_in(dist.get_rank()),
+        ParallelGroup(timeout=30) as group,
+        ParallelGroup(timeout=30, provider="none") as apart,
+    ):
+        assert group.devices == DEVICES[:2] and region_obstacle(group, "cuda") is None
+        region = new_region(group, "cuda", 1024)
+        assert isinstance(region, CudaRegion) and region.device.index == group.rank
+        assert region_obstacle(apart, "cuda") == "rank 0: provider='none' was asked for"
+        with pytest.raises(UnsupportedError, match=f"rank {group.rank}: rank 0: provider='none'"):
+            new_region(apart, "cuda", 1024)
+        with (
+            mock.patch.object(_workspace, "device_type", return_value="cuda"),
+            mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
+            mock.patch.object(torch.Tensor, "pin_memory", torch.Tensor.clone),
+        ):
+            own = _workspace.GroupWorkspace(group, torch.empty(1))
+        assert own.workspace.local.numel() == own.workspace.shape.nbytes
+        table = own.workspace.table.tolist()
+        assert table[group.rank] == own.workspace.local.data_ptr()
+        assert table[1 - group.rank] == [4096, 8192][1 - group.rank]
+        own.close()
+
+
+def test_wired_to_groups_and_workspaces():
+    with Ranks(
+        2
+    ) as ranks:  # of its own: once imported, kernels are compiled or interpreted for good
+        ranks.run(wired)
+
+
+def without(lacking: int) -> list[str | None]:
+    """Rank `lacking` has no device."""
+    rank = dist.get_rank()
+    identity = DeviceIdentity(missing="no CUDA device") if rank == lacking else DEVICES[rank]
+    with (
+        mock.patch.object(DeviceIdentity, "current", return_value=identity),
+        ParallelGroup(timeout=30) as group,
+    ):
+        return [region_obstacle(group, device) for device in ("cuda", "cpu", "xpu")]
+
+
+def test_a_rank_without_a_device(world):
+    for answers in world(2).run(without, 1):
+        assert answers == [
+            "rank 1: no CUDA device",
+            None,
+            "no memory of xpu devices that all ranks address",
+        ]
 
 
 def breaks(fault: str) -> str:

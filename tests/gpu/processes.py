@@ -12,7 +12,8 @@ from typing import Any
 from tests.gpu.runner import Check
 from tests.gpu.table import DTYPES, KERNELS, draw, faults, on_device
 from tp_kernels import ParallelGroup, Ranks, UnsupportedError
-from tp_kernels.comm.cuda_region import OVERLAP, CudaRegion
+from tp_kernels.comm.cuda_region import CudaRegion
+from tp_kernels.comm.devices import OVERLAP
 from tp_kernels.comm.symmetric_region import SymmetricRegion
 from tp_kernels.kernels import Workspace, WorkspaceShape
 from tp_kernels.kernels._signals import SIGNAL_BYTES

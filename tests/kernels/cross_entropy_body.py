@@ -91,25 +91,33 @@ def compare(
     k.expect(torch.allclose(expected, result, rtol=1e-5, atol=1e-5), *where, "reference")
     k.expect(out is mine and digest(result) == digest(kept), *where, "not in place")
 
-    (wide,) = leaves(logits)
-    exact = cross_entropy(
-        wide, labels, reduction="none", ignore_index=IGNORED, label_smoothing=smoothing
-    )
-    counts = labels != IGNORED
-    exact = exact + torch.where(counts, z_loss * wide.logsumexp(-1).square(), 0.0)
-    exact.backward(d_loss.double())
-    expected, allowed, inner = errors(wide.detach(), labels, smoothing, z_loss)
-    allowed, inner = allowed * counts, inner * (counts * d_loss.abs())[:, None]
-    torch.testing.assert_close(exact.detach(), expected * counts)
+    exact, allowed, d_exact, inner = float64(logits, labels, d_loss, smoothing, z_loss)
     try:
-        close(result, exact.detach(), allowed, *where, "loss")
+        close(result, exact, allowed, *where, "loss")
         part = slice(start, start + true.shape[1])
-        close(mine[:, : true.shape[1]], wide.grad[:, part], inner[:, part], *where, "gradient")
+        close(mine[:, : true.shape[1]], d_exact[:, part], inner[:, part], *where, "gradient")
     except AssertionError as error:  # at the end, or the other ranks would wait
         k.expect(False, *where, str(error))
     k.expect(bool((mine[:, true.shape[1] :] == 0).all()), *where, "gradient of padding")
+    counts = labels != IGNORED
     k.expect(not result[~counts].any() and not mine[~counts].any(), *where, "ignored")
     return digest(result, saved)
+
+
+def float64(
+    logits: Tensor, labels: Tensor, d_loss: Tensor, smoothing: float, z_loss: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Loss and gradient by torch, each with its error in float32; of the logits of all ranks."""
+    (wide,) = leaves(logits)
+    loss = cross_entropy(
+        wide, labels, reduction="none", ignore_index=IGNORED, label_smoothing=smoothing
+    )
+    counts = labels != IGNORED
+    loss = loss + torch.where(counts, z_loss * wide.logsumexp(-1).square(), 0.0)
+    loss.backward(d_loss.double())
+    formula, allowed, inner = errors(wide.detach(), labels, smoothing, z_loss)
+    torch.testing.assert_close(loss.detach(), formula * counts)
+    return loss.detach(), allowed * counts, wide.grad, inner * (counts * d_loss.abs())[:, None]
 
 
 def errors(
@@ -122,30 +130,31 @@ def errors(
     S: (V + 3 (V + 3)) w relatively for sum and factors, w sum(p |z - M|) for the differences (`relative`).
     log(S) has the relative error of S absolutely, and 2 w |log S| of its own.
     """
+    vocab = z.shape[-1]
     largest = z.max(-1, keepdim=True).values
     distance = (largest - z).nan_to_num(posinf=0)
     p = (z - largest).exp()
     total = p.sum(-1, keepdim=True)
     p = p / total
-    relative = (4 * VOCAB + 9) * w + w * (p * distance).sum(-1, keepdim=True)
+    relative = (4 * vocab + 9) * w + w * (p * distance).sum(-1, keepdim=True)
     logarithm = total.log()
     rest = relative + 2 * w * logarithm.abs()
     target = z.gather(1, labels.clamp(min=0)[:, None])
     miss = largest - target
-    mean = z.sum(-1, keepdim=True) / VOCAB if smoothing else torch.zeros_like(largest)
-    size = z.abs().sum(-1, keepdim=True) / VOCAB if smoothing else torch.zeros_like(largest)
+    mean = z.sum(-1, keepdim=True) / vocab if smoothing else torch.zeros_like(largest)
+    size = z.abs().sum(-1, keepdim=True) / vocab if smoothing else torch.zeros_like(largest)
     normaliser = largest + logarithm
     square = z_loss * normaliser.square()
     picked = (1 - smoothing) * miss, smoothing * (largest - mean)
     value = logarithm + sum(picked) + square
     off = rest + w * normaliser.abs()  # of the normaliser
     error = rest + 4 * w * picked[0].abs()
-    error = error + smoothing * ((VOCAB + 5) * w * size + 4 * w * largest.abs())
+    error = error + smoothing * ((vocab + 5) * w * size + 4 * w * largest.abs())
     error = error + 2 * z_loss * normaliser.abs() * off + 3 * w * square
     error = error + 3 * w * (logarithm.abs() + picked[0].abs() + picked[1].abs() + square)
     factor = 1 + 2 * z_loss * normaliser.abs()
     inner = p * (factor * (relative + w * distance + 10 * w) + 2 * z_loss * off)
-    inner = inner + 5 * w * (smoothing / VOCAB + p * factor)
+    inner = inner + 5 * w * (smoothing / vocab + p * factor)
     inner.scatter_add_(1, labels.clamp(min=0)[:, None], torch.full_like(miss, 5 * w))
     return value.squeeze(-1), error.squeeze(-1), inner
 
@@ -172,9 +181,7 @@ def slow_rank(package: str, slow: int) -> list[str]:
     """Several calls in a row, rank `slow` resting after each signal; one buffer."""
     digests = []
     with kernels(package, depth=1, channels=1) as k:
-        resting = (
-            stalled(k.module("cross_entropy"), 0.05) if k.group.rank == slow else nullcontext()
-        )
+        resting = stalled(k, 0.05) if k.group.rank == slow else nullcontext()
         widths = SHARDS[k.group.size]
         for seed in range(2):
             given = problem(k.group.size, widths, torch.float32, 3.0, seed, False)

@@ -2,7 +2,7 @@
 
 The bounds are derived, to first order. `w` = 2^-24 is the error of a float32 operation; exp is taken to have
 two such errors, and the sum of n numbers n w times the sum of their magnitudes, whatever its order. What
-float32 has summed up to, `inner`, is rounded once more, to the dtype. See `close`.
+float32 has summed up to, `inner`, is rounded once more, to the dtype. See `allowance`.
 """
 
 from __future__ import annotations
@@ -54,11 +54,16 @@ def draw(shape: tuple[int, ...], dtype: torch.dtype, seed: int, layout: str = "p
     return lay_out(torch.randn(shape, generator=generator).to(dtype), layout)
 
 
-def close(result: Tensor, exact: Tensor, inner: Tensor, *where: Any) -> None:
-    """|result - exact| is at most a rounding to the dtype and `inner`, the error in float32 before it."""
-    info = torch.finfo(result.dtype)
+def allowance(dtype: torch.dtype, exact: Tensor, inner: Tensor) -> Tensor:
+    """Of a result's error: a rounding to the dtype and `inner`, the error in float32 before it."""
+    info = torch.finfo(dtype)
     allowed = 1.02 * (info.eps / 2 * (exact.abs() + inner) + inner)
-    allowed += info.smallest_normal * info.eps + TINY
+    return allowed + info.smallest_normal * info.eps + TINY
+
+
+def close(result: Tensor, exact: Tensor, inner: Tensor, *where: Any) -> None:
+    """|result - exact| is at most `allowance`."""
+    allowed = allowance(result.dtype, exact, inner)
     assert result.shape == exact.shape, (*where, result.shape)
     excess = (result.double() - exact).abs() - allowed
     assert bool((excess <= 0).all()), (*where, f"off by {excess.max():.3g} more than allowed")

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from tests.oracle import OPERATIONS, Case, call, shard
 from tp_kernels import Choice, ParallelGroup, UnsupportedError, explain
+from tp_kernels.comm.devices import DeviceIdentity
 from tp_kernels.comm.triton_support import TritonSupport
 from tp_kernels.dispatch import CHUNKED_MIN_ROWS, TRITON_MOST_RANKS, choose
 
@@ -246,18 +247,28 @@ def choose_for_cuda() -> None:
         assert here.implementation == "reference" and "no CUDA device" in here.rejected["triton"]
         group.decisions.clear()
         group.triton_support = [TritonSupport(None, False, 90)] * 2
-        found = explain_linear(group, device="cuda").rejected["triton"]
-        assert found == "no memory of cuda devices that all ranks address"
-        group.decisions.clear()
-        with mock.patch("tp_kernels.dispatch.region_obstacle", return_value=None):
-            choice = explain_linear(group, device="cuda")
-            assert choice.implementation == "triton"
-            assert set(choice.rejected) == {"host", "chunked", "reference"}
-            wide = explain_linear(group, device="cuda", dtype=torch.float64)
-            assert wide.implementation == "reference" and "float64" in wide.rejected["triton"]
+        assert explain_linear(group, device="cuda").rejected["triton"] == "rank 0: no CUDA device"
+        for reachable, found in (
+            ((), "ranks 0 and 1: no peer access from device b to a"),
+            ("ab", None),
+        ):
             group.decisions.clear()
-            with mock.patch.object(group, "size", 33):
-                assert "33 ranks" in explain_linear(group, device="cuda").rejected["triton"]
+            group.devices = [
+                DeviceIdentity(index, uuid, tuple(reachable)) for index, uuid in enumerate("ab")
+            ]
+            choice = explain_linear(group, device="cuda")
+            assert choice.rejected.get("triton") == found
+        assert choice.implementation == "triton"
+        assert set(choice.rejected) == {"host", "chunked", "reference"}
+        wide = explain_linear(group, device="cuda", dtype=torch.float64)
+        assert wide.implementation == "reference" and "float64" in wide.rejected["triton"]
+        group.decisions.clear()
+        with mock.patch.object(group, "size", 33):
+            assert "33 ranks" in explain_linear(group, device="cuda").rejected["triton"]
+        group.decisions.clear()
+        group.triton_support[1] = TritonSupport(None, False, 80)
+        with pytest.raises(UnsupportedError, match="one architecture; use implementation='auto'"):
+            explain_linear(group, device="cuda", implementation="triton")
 
 
 def test_as_many_ranks_as_the_kernels():

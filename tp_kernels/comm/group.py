@@ -14,10 +14,12 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .cores import Cores, spare_cores
+from .devices import DeviceIdentity
 from .errors import CollectiveTimeoutError, TpKernelsError, UnsupportedError
 from .faults import (
     error_from_host,
@@ -49,7 +51,8 @@ class ParallelGroup:
         group: a ProcessGroup, a one-dimensional DeviceMesh (`mesh["tp"]`), or None for the default
             group. Without torch.distributed, None is a group of one rank.
         provider: "auto" uses host shared memory where all ranks can map it and the process group
-            otherwise, with the reason in `provider_reason`; "host" insists; "none" never shares memory.
+            otherwise, with the reason in `provider_reason`; "host" insists; "none" never shares memory, nor
+            that of GPUs, which "auto" and "host" use for the CUDA device that is current by now.
         timeout: seconds any wait may last before it raises. Shared memory names the rank waited for; a
             process group does so at the deadline, or at once for ranks of this host that died.
         implementation: force one implementation of every op ("reference", "chunked", "host", "triton").
@@ -101,9 +104,9 @@ class ParallelGroup:
         self.size: int = len(self.ranks)
         self.rank = 0 if self.process_group is None else dist.get_rank(self.process_group)
         self.identities = [HostIdentity.current()]
-        self.triton_support: list[
-            TritonSupport
-        ] = []  # of every rank; of a rank alone, none is needed
+        # Of every rank; of a rank alone, none is needed.
+        self.triton_support: list[TritonSupport] = []
+        self.devices: list[DeviceIdentity] = []
         self.memory: SymmetricMemory | None = None
         self.slot: HostSlot  # with `memory`: for this group's own operations, one after the other
         self.short = ShortWay()
@@ -146,15 +149,18 @@ class ParallelGroup:
         self.rendezvous = rendezvous = Rendezvous(store, name, self.rank, self.size, self.timeout)
         hello = rendezvous.exchange("identity", HostIdentity.current().to_json())
         self.identities = [HostIdentity.from_json(text) for text in hello]
-        support = rendezvous.exchange("triton", TritonSupport.current().to_json())
-        self.triton_support = [TritonSupport.from_json(text) for text in support]
+        refused = "provider='none' was asked for" if provider == "none" else None
+        if refused:
+            mine = DeviceIdentity(missing=refused)
+        else:
+            mine = DeviceIdentity.current(torch.device("cuda"))
+        support = json.dumps([TritonSupport.current().to_json(), mine.to_json()])
+        told = [json.loads(text) for text in rendezvous.exchange("kernels", support)]
+        self.triton_support = [TritonSupport.from_json(triton) for triton, _ in told]
+        self.devices = [DeviceIdentity.from_json(device) for _, device in told]
         self._transport = ProcessGroupTransport(pg, self.rank, self.size, self.timeout, check)
-        self._obstacle = (
-            "provider='none' was asked for"
-            if provider == "none"
-            else "one rank"
-            if self.size == 1
-            else host_obstacle(self.identities)
+        self._obstacle = refused or (
+            "one rank" if self.size == 1 else host_obstacle(self.identities)
         )
         if self._obstacle is None:
             try:

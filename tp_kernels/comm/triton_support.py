@@ -83,13 +83,12 @@ def triton_obstacle(ranks: Sequence[TritonSupport], device: str) -> str | None:
         obstacle = support.obstacle(device)
         if obstacle:
             return f"rank {rank}: {obstacle}"
-    if device == "cuda":  # tiles have the sizes of an architecture, and ranks exchange tiles
-        first = ranks[0].capability or 0
-        for rank, support in enumerate(ranks):
-            have = support.capability or 0
-            if have // 10 != first // 10:
+    if device == "cuda":  # tiles, which the ranks exchange, are chosen by architecture
+        architectures = [(support.capability or 0) // 10 for support in ranks]
+        for rank, architecture in enumerate(architectures):
+            if architecture != architectures[0]:
                 return (
-                    f"ranks 0 and {rank} have compute capability {first / 10} and {have / 10}; kernels "
-                    "need one architecture"
+                    f"ranks 0 and {rank}: compute capabilities {architectures[0]}.x and {architecture}.x; "
+                    "kernels need devices of one architecture"
                 )
     return None
