@@ -23,6 +23,8 @@ OPERATIONS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce",
 # Rows from which pieces are worth a collective each: below, the latency of a second gloo or NCCL call
 # exceeds what overlap can hide.
 CHUNKED_MIN_ROWS = 256
+# Whether the Triton kernels have passed `make gpu-check` on some GPU. Until then nobody gets them unasked.
+TRITON_PROVEN = False
 # Of kernels, which keep a flag for each of them in a line of memory (kernels/_signals.py).
 TRITON_MOST_RANKS = 32
 
@@ -160,12 +162,15 @@ def _decide(
         rejected["triton"] = "CPU tensors run in Triton's interpreter, which is for tests"
     else:
         why_not = obstacle("triton", group, width, dtype, device)
-        if why_not is None:
+        if why_not is None and TRITON_PROVEN:
             rejected["host"] = str(obstacle("host", group, width, dtype, device))
             rejected["chunked"] = "kernels that address the peers are faster than the process group"
             rejected["reference"] = "no overlap"
             return Choice(operation, "triton", "all ranks address each other's memory", rejected)
-        rejected["triton"] = why_not
+        rejected["triton"] = why_not or (
+            "possible, but never run on a GPU so far: ask for it with implementation='triton', after "
+            "`make gpu-check`"
+        )
     why_not = obstacle("host", group, width, dtype, device)
     if why_not is None:
         rejected["chunked"] = "shared memory is faster than the process group on one host"

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.oracle import OPERATIONS, Case, call, shard
-from tp_kernels import Choice, ParallelGroup, UnsupportedError, explain
+from tp_kernels import Choice, ParallelGroup, UnsupportedError, dispatch, explain
 from tp_kernels.comm.devices import DeviceIdentity
 from tp_kernels.comm.triton_support import TritonSupport
 from tp_kernels.dispatch import CHUNKED_MIN_ROWS, TRITON_MOST_RANKS, choose
@@ -241,8 +241,8 @@ def test_cuda_tensors_go_to_kernels_first(world):
 
 
 def choose_for_cuda() -> None:
-    """Where the ranks' devices and memory allow it, which is pretended here."""
-    with ParallelGroup(timeout=30) as group:
+    """Where the ranks' devices and memory allow it, which is pretended here, as are GPUs that ran them."""
+    with ParallelGroup(timeout=30) as group, mock.patch.object(dispatch, "TRITON_PROVEN", True):
         here = explain_linear(group, device="cuda")
         assert here.implementation == "reference" and "no CUDA device" in here.rejected["triton"]
         group.decisions.clear()
@@ -260,6 +260,13 @@ def choose_for_cuda() -> None:
             assert choice.rejected.get("triton") == found
         assert choice.implementation == "triton"
         assert set(choice.rejected) == {"host", "chunked", "reference"}
+        group.decisions.clear()
+        with mock.patch.object(dispatch, "TRITON_PROVEN", False):
+            choice = explain_linear(group, device="cuda")
+            assert "never run on a GPU so far" in choice.rejected["triton"]
+            asked = explain_linear(group, device="cuda", implementation="triton")
+            assert (choice.implementation, asked.implementation) == ("reference", "triton")
+        group.decisions.clear()
         wide = explain_linear(group, device="cuda", dtype=torch.float64)
         assert wide.implementation == "reference" and "float64" in wide.rejected["triton"]
         group.decisions.clear()

@@ -19,10 +19,13 @@ class SymmetricRegion:
     Attributes:
         local: [nbytes] uint8, this rank's part, aligned to a page (with one rank, to 64 bytes).
         addresses: of the part of every rank, in this process.
+        multicast: 0; memory of a host has no address that stands for all parts.
 
     Raises:
         UnsupportedError: the group has no shared memory, or it has no room for the region.
     """
+
+    multicast = 0
 
     def __init__(self, group: ParallelGroup, nbytes: int) -> None:
         self.group, self.nbytes = group, nbytes

@@ -54,6 +54,7 @@ class GroupWorkspace:
             self._region.addresses,
             timeout=group.timeout,
             name=f"triton {device}",
+            multicast=self._region.multicast,
         )
         # Of a GPU: copied after every launch, so that looking at it waits for nothing.
         self._last_record = None if interpreted else self.workspace.record.cpu().pin_memory()
