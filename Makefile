@@ -51,11 +51,11 @@ test-neon: $(STAMPS)/neon
 test-python: venv $(STAMPS)/spin
 	$(BIN)/python -m pytest -q -rs --durations=10 --junitxml=build/pytest.xml $(PYTEST_ARGS)
 
-# Every Triton kernel compiled for every GPU it claims; no GPU is needed. Prints the resource table. Then
-# every tiling that the tuner may choose: AOT_ARGS=--candidates does these alone.
+# Every Triton kernel compiled for every GPU it claims; no GPU is needed. Prints the resource table.
+# AOT_ARGS=--candidates compiles every tiling that the tuner may choose instead: after a change of kernels or
+# tilings, some minutes.
 aot: venv
 	$(BIN)/python -m tests.kernels.aot $(AOT_ARGS)
-	$(if $(AOT_ARGS),,$(BIN)/python -m tests.kernels.aot --candidates)
 
 # Every Triton kernel on a GPU: right on several ranks, in graphs, and how fast, in at most eight minutes. Without
 # a GPU, every check is counted as skipped. Builds and installs nothing: where there is no .venv, $(PYTHON) runs

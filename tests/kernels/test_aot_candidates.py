@@ -1,4 +1,5 @@
-"""What is read from compiled candidates of the tuner: a few here, all of them in `make aot`."""
+"""What is read from compiled candidates of the tuner: a few here, all of them in
+`make aot AOT_ARGS=--candidates`."""
 
 from __future__ import annotations
 
