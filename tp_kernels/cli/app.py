@@ -212,7 +212,8 @@ def tune(
     All ranks run the same candidates in turns; a call counts with its slowest rank, and all agree on
     the winner. A candidate that does not compile, fails on one rank, or gives other bits than the
     built-in choice is dropped. The built-in choice stays unless another is faster beyond its spread.
-    So tuning changes how long a product takes, never its result.
+    So tuning changes how long a product takes, never its result. The table is for calls of tp_kernels.kernels
+    (tp_kernels.planning.load, then tiling=); ops do not read it yet.
 
     A measured shape stands for its class, all whose sizes round up to the same powers of two, on the
     same device, with the same number of ranks and the same versions of Triton and tp_kernels.
