@@ -44,6 +44,11 @@ WRONG: dict[str, tuple[Change, type[Exception], str]] = {
     "length of bias": (lambda a: {"bias": a["bias"][:-1]}, ShapeError, "bias 0 is"),
     "shape of bias": (lambda a: {"bias": a["bias"][None]}, ShapeError, "bias 0 is"),
     "dtype of bias": (lambda a: {"bias": a["bias"].half()}, ShapeError, "bias 0 is"),
+    "device of bias": (
+        lambda a: {"bias": a["bias"].to("meta")},
+        UnsupportedError,
+        "x is on cpu, bias 0 on meta",
+    ),
     "number of biases": (
         lambda a: {"bias": [a["bias"], a["bias"]]},
         ShapeError,
@@ -68,6 +73,11 @@ WRONG_WEIGHTS = {
         lambda a: {"weight": [a["weight"], a["weight"][:, :-1]], "bias": None},
         ShapeError,
         "weight 1 is",
+    ),
+    "device of one of several weights": (
+        lambda a: {"weight": [a["weight"], a["weight"].to("meta")], "bias": None},
+        UnsupportedError,
+        "weight 1 is torch.float32 on meta",
     ),
 }
 

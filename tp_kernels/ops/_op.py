@@ -237,12 +237,13 @@ def prepare(
         biases = [None if b is None else b.to(cast) for b in biases]
     x, weights = x.resolve_neg(), [w.resolve_neg() for w in weights]
     biases = [None if b is None else b.resolve_neg() for b in biases]
-    dtype, shape = x.dtype, x.shape
+    dtype, shape, place = x.dtype, x.shape, x.device
     valid = len(shape) > 0 and dtype in FLOATING and 0 < len(weights) == len(biases)
     for w, b in zip(weights, biases, strict=False):
         valid = valid and w.dim() == 2 and w.shape[1] == shape[-1] and w.dtype is dtype
         valid = valid and (b is None or (b.dtype is dtype and b.shape == w.shape[:1]))
-    if not valid or weights[0].device != x.device or activation not in ACTIVATIONS:
+        valid = valid and w.device == place and (b is None or b.device == place)
+    if not valid or activation not in ACTIVATIONS:
         _refuse(operation, group, x, weights, biases, activation)
     if bias is None:
         return x, weights, []
@@ -290,7 +291,9 @@ def _refuse(
                 f"{where}: bias {index} is {tuple(b.shape)} {b.dtype}, expected [{w.shape[0]}] "
                 f"{x.dtype}"
             )
-    raise UnsupportedError(f"{where}: arguments on different devices")
+        if b is not None and b.device != x.device:
+            raise UnsupportedError(f"{where}: x is on {x.device}, bias {index} on {b.device}")
+    raise AssertionError("nothing is wrong with the arguments")
 
 
 def rows_of(x: Tensor) -> Tensor:
