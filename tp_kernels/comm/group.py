@@ -273,9 +273,7 @@ class ParallelGroup:
         if isinstance(
             failure, CollectiveTimeoutError
         ):  # of a kernel: its signals are lost for good
-            error = CollectiveTimeoutError(
-                f"{operation}: rank {self.rank} of group '{self.name}': {failure}"
-            )
+            error = error_from_kernel(failure, self, operation)
         elif isinstance(failure, TpKernelsError):
             raise failure
         elif isinstance(failure, _HostFault):
@@ -288,6 +286,22 @@ class ParallelGroup:
             raise failure
         self.fail(f"{operation}: {error}")
         raise error from None
+
+    def check(self) -> None:
+        """Raise if a Triton kernel of this group has given up waiting; waits for the current CUDA stream.
+
+        A call of an op reports only what has been heard of the kernels before it: call this before results
+        leave a GPU, or after replays of a graph.
+
+        Raises:
+            CollectiveTimeoutError, PeerLostError: results since then are undefined, and the group is lost.
+        """
+        self.check_open("check")
+        for workspace in self.workspaces.values():
+            try:
+                workspace.check()
+            except CollectiveTimeoutError as failure:
+                self.fail_with(failure, "check", "triton")
 
     def stats(self) -> dict[str, Any]:
         """`calls`: op -> implementation -> count; `seconds`: spent in blocking communication."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 
 from .collectives import barrier
@@ -28,7 +30,7 @@ class SymmetricRegion:
     multicast = 0
 
     def __init__(self, group: ParallelGroup, nbytes: int) -> None:
-        self.group, self.nbytes = group, nbytes
+        self._group, self.nbytes = weakref.ref(group), nbytes  # a group keeps regions, not they it
         self._memory: SymmetricMemory | None = None
         if group.size == 1:
             self.local = torch.zeros(nbytes, dtype=torch.uint8)
@@ -43,7 +45,10 @@ class SymmetricRegion:
 
     def settle(self) -> None:
         """Return when every rank has come here: what it wrote to its part before is there."""
-        barrier(self.group)
+        group = self._group()
+        if group is None:
+            raise UnsupportedError("the group of this region is gone")
+        barrier(group)
 
     def close(self) -> None:
         """Leave in order. `local` stays valid; the peers' kernels must not run any more."""

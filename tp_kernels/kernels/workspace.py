@@ -277,7 +277,7 @@ class Workspace:
                 f"{operation}: rank {record['rank']} waited for {awaited} "
                 f"(slot '{self.name}', channel {record['channel']}, expected epoch "
                 f"{record['expected']}, seen {record['seen']}), which did not arrive within "
-                f"{self.timeout:g} s; make a new workspace on all ranks"
+                f"{self.timeout:g} s; all ranks need a new workspace, of an op a new group"
             )
 
 

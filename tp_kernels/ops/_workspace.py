@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_kernels.comm.errors import UnsupportedError
+from tp_kernels.comm.errors import ShapeError, UnsupportedError
 from tp_kernels.comm.group import ParallelGroup
 from tp_kernels.comm.regions import new_region
 
@@ -56,6 +56,7 @@ class GroupWorkspace:
             name=f"triton {device}",
             multicast=self._region.multicast,
         )
+        self._stream: torch.cuda.Stream | None = None  # of the last launch
         # Of a GPU: copied after every launch, so that looking at it waits for nothing.
         self._last_record = None if interpreted else self.workspace.record.cpu().pin_memory()
         self._region.settle()
@@ -68,12 +69,31 @@ class GroupWorkspace:
                 interpreted kernel has ended by now, one on a GPU may be heard of in the next call.
         """
         record = self._last_record
-        if record is not None and record[0]:
+        if record is None:
+            return getattr(self.kernels, kernel)(*args, self.workspace, **options)
+        if record[0]:
             self.workspace.check()
+        self._follow_stream()
         result = getattr(self.kernels, kernel)(*args, self.workspace, **options)
-        if record is not None:
-            record.copy_(self.workspace.record, non_blocking=True)
+        record.copy_(self.workspace.record, non_blocking=True)
         return result
+
+    def _follow_stream(self) -> None:
+        """Let a launch on another stream than the last one wait for that: two at a time cannot share buffers.
+
+        A graph is captured on a stream of its own, for which torch waits; its replays are for the caller
+        to order.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            return
+        stream = torch.cuda.current_stream()
+        if self._stream is not None and stream != self._stream:
+            stream.wait_event(self._stream.record_event())
+        self._stream = stream
+
+    def check(self) -> None:
+        """Raise CollectiveTimeoutError if a kernel has given up a wait; waits for the current stream."""
+        self.workspace.check()
 
     def close(self) -> None:
         """Leave the memory in order; waits for nobody."""
@@ -88,7 +108,12 @@ def launch(group: ParallelGroup, like: Tensor, kernel: str, *args: Any, **option
         if own is None:
             with torch.inference_mode(False):  # or training could not write to what inference made
                 own = group.workspaces[device] = GroupWorkspace(group, like)
-        return own.launch(kernel, *args, **options)
+        try:
+            return own.launch(kernel, *args, **options)
+        except (ShapeError, UnsupportedError) as refusal:
+            # What all ranks would refuse has been refused by now; so the peers may be waiting.
+            group.fail(f"{kernel}: {refusal}")
+            raise
 
 
 def agree(
@@ -126,8 +151,8 @@ def _import_together(group: ParallelGroup, interpreted: bool) -> ModuleType:
         kernels = _kernels()
         if interpreted != kernels._device.INTERPRETED:
             problem = "TRITON_INTERPRET has changed since tp_kernels.kernels was imported"
-    except ImportError as error:
-        problem = f"tp_kernels.kernels cannot be imported: {error}"
+    except Exception as error:  # whatever it is, the peers wait for an answer
+        problem = f"tp_kernels.kernels cannot be imported: {type(error).__name__}: {error}"
     assert group.rendezvous is not None  # more than one rank
     answers = group.rendezvous.corner("kernels").exchange("import", problem)
     for rank, answer in enumerate(answers):
