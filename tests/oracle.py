@@ -72,6 +72,12 @@ class Tensors:
     bs: list[Tensor | None]
     dys: list[Tensor]
 
+    def on(self, device: str) -> Tensors:
+        x, *rest = [copy_to(t, device) for t in (self.x, *self.ws, *self.dys)]
+        n = len(self.ws)
+        bs = [None if b is None else copy_to(b, device) for b in self.bs]
+        return Tensors(x, rest[:n], bs, rest[n:])
+
     def leaves(self, frozen: str) -> Tensors:
         def leaf(name: str, t: Tensor) -> Tensor:
             return t.detach().requires_grad_(name not in frozen)
@@ -137,6 +143,16 @@ def lay_out(t: Tensor, layout: str) -> Tensor:
     return t
 
 
+def copy_to(t: Tensor, device: torch.device | str) -> Tensor:
+    """Equal values on a device with equal strides and offset, what lies between full of NaN."""
+    if t.numel() == 0:
+        return t.to(device)
+    reach = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
+    filling = math.nan if t.is_floating_point() else 0
+    memory = torch.full((t.storage_offset() + reach + 1,), filling, dtype=t.dtype, device=device)
+    return memory.as_strided(t.shape, t.stride(), t.storage_offset()).copy_(t)
+
+
 def call(case: Case, args: Tensors, group: ParallelGroup, **extra: Any) -> list[Tensor]:
     """The outputs of the op for the arguments of this rank."""
     if case.op == "all_gather_linear":
@@ -152,9 +168,17 @@ def call(case: Case, args: Tensors, group: ParallelGroup, **extra: Any) -> list[
     return [out] if isinstance(out, Tensor) else list(out)
 
 
-def compute(case: Case, group: ParallelGroup, poisoned: bool = False) -> dict[str, Tensor]:
-    """Outputs y0, y1, ... and gradients dx, dw0, ..., db0, ... of this rank."""
-    args = shard(case, group.size, group.rank).leaves(case.frozen)
+def compute(
+    case: Case, group: ParallelGroup, poisoned: bool = False, device: str = "cpu"
+) -> dict[str, Tensor]:
+    """Outputs y0, y1, ... and gradients dx, dw0, ..., db0, ... of this rank, computed on `device`.
+
+    Not for a layout with strides of 0 on another device than the CPU.
+    """
+    args = shard(case, group.size, group.rank)
+    if device != "cpu":
+        args = args.on(device)
+    args = args.leaves(case.frozen)
     if poisoned:
         poison(group)
     ys = call(case, args, group)
@@ -173,7 +197,7 @@ def compute(case: Case, group: ParallelGroup, poisoned: bool = False) -> dict[st
         assert not (name[1] in case.frozen and leaf.grad is not None), f"{name} of a frozen tensor"
         if leaf.grad is not None:
             results[name] = leaf.grad
-    return results
+    return {name: result.cpu() for name, result in results.items()}
 
 
 def expected(case: Case, size: int) -> dict[str, tuple[Tensor, Tensor]]:
@@ -252,9 +276,11 @@ def poison(group: ParallelGroup) -> None:
     for index in range(len(slot._bytes[group.rank])):
         slot.view(group.rank, index, (slot.capacity,), torch.uint8).fill_(0xFF)
     for own in group.workspaces.values():
+        own._region.settle()
         shape = own.workspace.shape
         signals = shape.stride - shape.depth * shape.world * shape.chunk  # they come first
         own.workspace.local.view(shape.channels, shape.stride)[:, signals:] = 0xFF
+        own._region.settle()
     barrier(group)
 
 

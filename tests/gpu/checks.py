@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from tests.gpu import correctness, processes, times
+from tests.gpu import correctness, local, processes, times
 from tests.gpu.runner import Check
 
 
 def collect() -> list[Check]:
     """All checks; needs no device."""
-    return [*correctness.checks(), *processes.checks(), *times.checks()]
+    return [*correctness.checks(), *local.checks(), *processes.checks(), *times.checks()]
 
 
 def probe() -> None:

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.gpu.entry import Kernel, Operands, draw, each, faults, on_device, tensors
 from tests.gpu.runner import Check
-from tests.gpu.table import DTYPES, KERNELS, Kernel, Operands, draw, faults, on_device
+from tests.gpu.table import DTYPES, KERNELS
 from tp_kernels import CollectiveTimeoutError
 from tp_kernels.kernels import Workspace
-from tp_kernels.kernels._signals import RECORD, SIGNAL_BYTES
+from tp_kernels.kernels._signals import DONE, RECORD, SIGNAL_BYTES
 from tp_kernels.kernels.virtual_ranks import VirtualRanks
 
 DEVICE = "cuda"
@@ -35,6 +36,8 @@ def checks() -> Iterator[Check]:
             if kernel.repeats and world > WORLDS[0]:
                 continue
             for dtype in DTYPES:
+                if dtype == "fp16" and world > WORLDS[0]:
+                    continue  # only its conversions differ from bf16, and all would take too long to compile
                 what = (name, world, dtype)
                 yield Check(
                     f"virtual {name} W={world} {dtype}",
@@ -52,7 +55,7 @@ def checks() -> Iterator[Check]:
 
 def new_ranks(kernel: Kernel, world: int, **options: Any) -> VirtualRanks:
     """Ranks whose buffers are full of NaN; signals stay zero."""
-    ranks = VirtualRanks(world, DEVICE, chunk=kernel.chunk, **options)
+    ranks = VirtualRanks(world, DEVICE, chunk=kernel.chunk, depth=kernel.depth, **options)
     poison(ranks.workspaces)
     return ranks
 
@@ -169,13 +172,14 @@ def replay_all(ranks: VirtualRanks, graphs: list[torch.cuda.CUDAGraph]) -> None:
 def varied(operands: list[Operands], turn: int) -> list[Operands]:
     """As `operands`, with x of every rank scaled, which is exact."""
     factor = (1.0, -1.0, 2.0, 0.5)[turn % INPUTS]
-    return [one | {"x": one["x"] * factor} for one in operands]
+    return [one | {"x": each(lambda x: x * factor, one["x"])} for one in operands]
 
 
 def copy_into(static: SimpleNamespace, source: SimpleNamespace) -> None:
     for name, value in vars(source).items():
-        if isinstance(value, Tensor) and name != "out":
-            getattr(static, name).copy_(value)
+        if name != "out":
+            for own, new in zip(tensors(getattr(static, name)), tensors(value), strict=True):
+                own.copy_(new)
 
 
 def absent(name: str) -> dict[str, Any]:
@@ -193,7 +197,9 @@ def absent(name: str) -> dict[str, Any]:
     torch.cuda.synchronize()
     waited = begin.elapsed_time(end) / 1e3
     record = dict(zip(RECORD, ranks.workspaces[0].record.tolist(), strict=True))
-    assert record["state"] == 2 and (record["rank"], record["peer"]) == (0, 1), record
+    assert (record["state"], record["rank"]) == (2, 0), record
+    # Of kernels that gather, programs that multiply may be the first to give up: they wait for the others.
+    assert record["peer"] == 1 or record["signal"] == DONE.value, record
     assert 0.4 < waited < 2.0, f"gave up after {waited:.3f} s instead of 0.5 s"
     try:
         ranks.check()

@@ -1,19 +1,26 @@
-"""Kernels between processes that share one device, through the package's CUDA region.
+"""Kernels and ops between processes that share one device, through the package's CUDA region.
 
 Their contexts take turns on the device, so every wait lasts a time slice: few calls, small shapes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+
+from tests import oracle
+from tests.gpu.entry import draw, faults, on_device
 from tests.gpu.runner import Check
-from tests.gpu.table import DTYPES, KERNELS, draw, faults, on_device
-from tp_kernels import ParallelGroup, Ranks, UnsupportedError
+from tests.gpu.table import DTYPES, KERNELS
+from tests.oracle import Case
+from tp_kernels import ParallelGroup, Ranks, UnsupportedError, explain
 from tp_kernels.comm.cuda_region import CudaRegion
 from tp_kernels.comm.devices import OVERLAP
+from tp_kernels.comm.regions import region_obstacle
 from tp_kernels.comm.symmetric_region import SymmetricRegion
 from tp_kernels.kernels import Workspace, WorkspaceShape
 from tp_kernels.kernels._signals import SIGNAL_BYTES
@@ -22,9 +29,33 @@ WORLD = 2
 DEVICE = "cuda:0"
 
 
+def _cases() -> list[Case]:
+    """Of every op, sizes that 16 divides and that it does not, and the ways that gradients go."""
+    large: dict[str, Any] = {
+        "leading": (300,),
+        "inner": 272,
+        "outs": (528,),
+        "dtype": torch.bfloat16,
+    }
+    small: dict[str, Any] = {"leading": (7, 3), "inner": 37, "outs": (19,), "layout": "strided"}
+    cases = [
+        replace(Case(op, **sizes), implementation="triton", seed=seed)
+        for seed, op in enumerate(oracle.OPERATIONS)
+        for sizes in (large, small)
+    ]
+    several: dict[str, Any] = {"outs": (528, 64), "biased": (True, True), "gathered": "redo"}
+    cases.append(replace(cases[0], **several))
+    half = {"dtype": torch.float16, "layout": "transposed", "frozen": "b"}
+    return [*cases, replace(cases[-2], **half)]
+
+
+CASES = _cases()
+
+
 def checks() -> Iterator[Check]:
     names = [name for name, kernel in KERNELS.items() if not kernel.repeats]
-    yield Check("processes, all kernels", partial(between_processes, names), 120)
+    yield Check("processes, all kernels", partial(between_processes, names), 150)
+    yield Check("processes, ops", ops_between_processes, 150)
     yield Check("processes without leave to share a device", refused, 60)
 
 
@@ -36,6 +67,44 @@ def between_processes(names: list[str]) -> dict[str, Any]:
     return {"world": WORLD, "kernels": names}
 
 
+def ops_between_processes() -> dict[str, Any]:
+    """The public ops with implementation="triton", forward and backward, and what "auto" chooses."""
+    with Ranks(WORLD, timeout=100.0, env={OVERLAP: "1"}) as ranks:
+        by_rank = ranks.run(call_ops, CASES, DEVICE)
+    for case, *digests in zip(CASES, *by_rank, strict=True):
+        assert all(one == digests[0] for one in digests), f"{case}: ranks have different bits"
+    return {"world": WORLD, "cases": [str(case) for case in CASES]}
+
+
+def call_ops(cases: Sequence[Case], device: str) -> list[dict[str, str]]:
+    """Body of a rank: every case within the bounds of tests/oracle.py; digests of what ranks have alike."""
+    digests = []
+    if device != "cpu":
+        torch.cuda.set_device(device)  # before the group is made
+        # Gradients of weights are torch's products; these roundings are not in the bounds.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    with ParallelGroup(timeout=60) as group:
+        for case in cases:
+            group.reset_stats()
+            results = oracle.compute(case, group, poisoned=True, device=device)
+            digests.append(oracle.check(case, results, group))
+            name = case.op + (".backward" if case.op == "copy_linear" else "")
+            assert set(group.stats()["calls"][name]) == {"triton"}, group.stats()
+            if device != "cpu":
+                choice = explain(
+                    case.op,
+                    rows=case.rows,
+                    in_features=case.inner,
+                    out_features=case.outs,
+                    group=group,
+                    dtype=case.dtype,
+                    device="cuda",
+                )
+                assert choice.implementation == "triton", str(choice)
+    return digests
+
+
 def refused() -> dict[str, str]:
     with Ranks(WORLD, env={OVERLAP: "0"}) as ranks:
         messages = ranks.run(refusal)
@@ -45,7 +114,8 @@ def refused() -> dict[str, str]:
 
 def refusal() -> str:
     """What a rank is told that must not share its device."""
-    with ParallelGroup(timeout=60, provider="none") as group:
+    with ParallelGroup(timeout=60) as group:
+        assert OVERLAP in str(region_obstacle(group, "cuda"))
         try:
             CudaRegion(group, 4096, DEVICE)
         except UnsupportedError as error:
@@ -72,7 +142,8 @@ def one_call(
     group: ParallelGroup, name: str, shape: Any, dtype: str, seed: int, device: str, channels: int
 ) -> list[str]:
     """A kernel three times in a workspace of its own; what was wrong on this rank."""
-    kernel, size = KERNELS[name], WorkspaceShape(group.size, channels, KERNELS[name].chunk)
+    kernel = KERNELS[name]
+    size = WorkspaceShape(group.size, channels, kernel.chunk, kernel.depth)
     gpu = device != "cpu"
     region = CudaRegion(group, size.nbytes, device) if gpu else SymmetricRegion(group, size.nbytes)
     try:

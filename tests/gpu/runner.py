@@ -36,7 +36,7 @@ class Check:
     name: str
     run: Callable[[], Any]
     seconds: float = 60.0
-    prepare: Callable[[], None] | None = None
+    prepare: Callable[[], object] | None = None
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,42 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
-from tests.gpu.processes import exchange
-from tests.gpu.table import DTYPES, KERNELS, Answer, draw, faults, on_device
+from tests.gpu import local
+from tests.gpu.entry import Answer, draw, faults, on_device, tensors
+from tests.gpu.processes import CASES, call_ops, exchange
+from tests.gpu.table import DTYPES, KERNELS
+from tests.oracle import OPERATIONS, digest
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_give_their_answers(interpreted, name):
     for found in interpreted(2).run(exchange, [name], ["bf16"], "cpu", shapes=1):
         assert found == []
+
+
+@pytest.mark.parametrize("name", local.FUNCTIONS)
+def test_local_kernels_are_within_their_bounds(interpreted, name):
+    interpreted(1).run(run_local, name)
+
+
+def run_local(name: str) -> None:
+    """On small shapes: the interpreter is slow."""
+    with (
+        mock.patch.object(local, "SHAPES", local.SHAPES[:2]),
+        mock.patch.object(local, "HEADS", local.HEADS[:1]),
+    ):
+        local.FUNCTIONS[name]("cpu")
+
+
+def test_ops_of_the_small_cases(interpreted):
+    small = [case for case in CASES if case.rows < 100]
+    first, second = interpreted(2).run(call_ops, small, "cpu")
+    assert first == second and len(small) == len(OPERATIONS) + 1
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -23,7 +48,9 @@ def test_operands_of_every_shape(name):
         answers = kernel.answers(operands)
         for one, results in zip(operands, answers, strict=True):
             moved = on_device(one, "cpu")
-            assert torch.equal(moved.x, one["x"]) and moved.x.stride() == one["x"].stride()
+            for key, value in one.items():
+                for copy, t in zip(tensors(getattr(moved, key)), tensors(value), strict=True):
+                    assert digest(copy) == digest(t) and copy.stride() == t.stride()
             assert one["out"] is None or one["out"].shape == results[0].value.shape
 
 

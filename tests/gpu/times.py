@@ -6,6 +6,10 @@ torch.matmul of the same operands: what the fused kernel adds to the plain one. 
 a copy on the device: bytes that the algorithm loads and stores, over time, beside those of the copy. What
 is summed stays in the L2 cache where the buffers of the channels fit into it.
 
+Of products that gather, "fused" is the launch as it is: some programs copy the rows of W ranks, the others
+multiply. "gathered" is one with the others only, where all rows are there already: what waits, the order of
+tiles and fewer programs cost.
+
 Together: virtual ranks that really exchange, on streams. Of all ranks, from one common start to the last end.
 
 Calls are captured in graphs, contestants take turns in one run, and times are medians over slices.
@@ -14,9 +18,11 @@ Calls are captured in graphs, contestants take turns in one run, and times are m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -27,13 +33,14 @@ from tp_kernels.kernels import (
     Workspace,
     WorkspaceShape,
     all_gather,
+    all_gather_linear,
     all_reduce,
     all_reduce_rms_norm,
     linear_all_reduce,
     linear_reduce_scatter,
     reduce_scatter,
 )
-from tp_kernels.kernels._signals import CREDIT, MOST_RANKS, READY
+from tp_kernels.kernels._signals import CREDIT, DONE, FINISHED, MOST_RANKS, READY
 from tp_kernels.kernels.virtual_ranks import VirtualRanks, workspaces_of_one_process
 
 DEVICE = "cuda"
@@ -68,6 +75,17 @@ class Move:
     width: int = 8192
     world: int = 8
     target: float = 0.85
+
+
+@dataclass(frozen=True)
+class Gather:
+    """all_gather_linear, alone: x [rows / world, inner], w [width, inner] of one rank of `world`."""
+
+    rows: int
+    width: int
+    inner: int
+    world: int = 8
+    target: float = 0.8
 
 
 # Shapes of the tables that GPU libraries publish, of one of 8 ranks; bfloat16.
@@ -106,31 +124,40 @@ MOVES = {
 LATENCIES = {"all_reduce 16 B": 8, "all_reduce 64 KiB": 32768, "all_reduce 1 MiB": 524288}
 
 
+# As PRODUCTS: rows of all ranks, width of one. 16 of 132 programs gather, so 0.88 is the most that can be.
+GATHERS = {
+    "all_gather_linear 4096x49152x12288": Gather(4096, 6144, 12288),
+    "all_gather_linear 8192x28672x8192": Gather(8192, 3584, 8192),
+    "all_gather_linear 512x28672x8192": Gather(512, 3584, 8192),
+}
+
+
 def checks() -> Iterator[Check]:
     for name, product in PRODUCTS.items():
-        yield Check(f"time {name}", partial(time_product, name, product), 90)
+        run, ahead = partial(time_product, name, product), partial(alone, product)
+        yield Check(f"time {name}", run, 90, prepare=ahead)
+    for name, gather in GATHERS.items():
+        run, ahead = partial(time_gather, name, gather), partial(gather_alone, gather)
+        yield Check(f"time {name}", run, 90, prepare=ahead)
     for name, move in MOVES.items():
         yield Check(f"time {name}", partial(time_move, name, move), 90)
     for name, elements in LATENCIES.items():
         yield Check(f"time together {name}", partial(time_together, name, elements), 60)
 
 
+def alone(product: Product) -> tuple[Tensor, Tensor, list[Workspace], Tensor]:
+    """x, w, the workspaces of all ranks, and the result of rank 0."""
+    x, w = operands(product.rows, product.width, product.inner)
+    workspaces = preset_workspaces(product.world)
+    out = product.call(x, w, workspaces[0])
+    workspaces[0].check()
+    return x, w, workspaces, out
+
+
 def time_product(name: str, product: Product) -> dict[str, Any]:
-    generator = torch.Generator(DEVICE).manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=DEVICE, dtype=torch.bfloat16)
-
-    x, w = draw(product.rows, product.inner), draw(product.width, product.inner)
-    workspace, *_peers = preset_workspaces(product.world)
-    out = product.call(x, w, workspace)
-    workspace.check()
+    x, w, (workspace, *_peers), out = alone(product)
     # The peers' parts are zero, so what comes out is what rank 0 has computed for itself.
-    mine = x[: out.shape[0]].float() @ w.float().t()
-    magnitude = x[: out.shape[0]].float().abs() @ w.float().abs().t()
-    bound = torch.finfo(torch.bfloat16).eps * mine.abs() + 1e-5 * magnitude
-    assert bool(((out.float() - mine).abs() <= bound).all()), "wrong product"
-    del mine, magnitude, bound
+    check_product(out, x[: out.shape[0]], w)
     samples = interleaved(
         {
             "fused": lambda: product.call(x, w, workspace, out=out),
@@ -138,6 +165,68 @@ def time_product(name: str, product: Product) -> dict[str, Any]:
         }
     )
     workspace.check()
+    return product_report(name, samples, product)
+
+
+def gather_alone(
+    gather: Gather,
+) -> tuple[Tensor, Tensor, list[Workspace], tuple[list[Tensor], Tensor]]:
+    """The rows of all ranks, w, the workspaces of all ranks, and the results of rank 0."""
+    whole, w = operands(gather.rows, gather.width, gather.inner)
+    workspaces = preset_workspaces(gather.world)
+    results = all_gather_linear(whole[: gather.rows // gather.world], w, workspaces[0])
+    workspaces[0].check()
+    return whole, w, workspaces, results
+
+
+def time_gather(name: str, gather: Gather) -> dict[str, Any]:
+    whole, w, (workspace, *_peers), ((y,), rows) = gather_alone(gather)
+    x = whole[: gather.rows // gather.world]
+
+    def fused() -> None:
+        all_gather_linear(x, w, workspace, gathered=rows, outs=[y])
+
+    # The peers have sent zeros.
+    check_product(y[: len(x)], x, w)
+    assert torch.equal(rows[: len(x)], x) and not rows[len(x) :].any(), "wrong rows"
+    ready, *_others = preset_workspaces(gather.world)
+    preset_arrivals(ready)
+
+    def gathered() -> None:
+        with without_senders(ready):
+            all_gather_linear(x, w, ready, gathered=whole, outs=[y])
+
+    y.fill_(torch.nan)
+    gathered()
+    ready.check()
+    check_product(y, whole, w)
+    samples = interleaved(
+        {"fused": fused, "gathered": gathered, "matmul": lambda: torch.matmul(whole, w.t())}
+    )
+    workspace.check()
+    ready.check()
+    return product_report(name, samples, gather)
+
+
+def operands(rows: int, width: int, inner: int, device: str = DEVICE) -> list[Tensor]:
+    """x [rows, inner] and w [width, inner]."""
+    generator = torch.Generator(device).manual_seed(0)
+    return [
+        torch.randn(size, inner, generator=generator, device=device, dtype=torch.bfloat16)
+        for size in (rows, width)
+    ]
+
+
+def check_product(out: Tensor, x: Tensor, w: Tensor) -> None:
+    expected = x.float() @ w.float().t()
+    magnitude = x.float().abs() @ w.float().abs().t()
+    bound = torch.finfo(torch.bfloat16).eps * expected.abs() + 1e-5 * magnitude
+    assert bool(((out.float() - expected).abs() <= bound).all()), "wrong product"
+
+
+def product_report(
+    name: str, samples: Mapping[str, Sample], product: Product | Gather
+) -> dict[str, Any]:
     flops = 2.0 * product.rows * product.width * product.inner
     return {
         "name": name,
@@ -183,14 +272,43 @@ def time_move(name: str, move: Move) -> dict[str, Any]:
 def preset_workspaces(world: int) -> list[Workspace]:
     """Of all ranks, with a channel for every multiprocessor; the waits of rank 0 are over for ever."""
     channels = torch.cuda.get_device_properties(DEVICE).multi_processor_count
-    shape = WorkspaceShape(world, channels)
     device = torch.device(DEVICE, torch.cuda.current_device())
-    workspaces = workspaces_of_one_process(shape, device)
-    signals = workspaces[0].local[: shape.nbytes].view(shape.channels, shape.stride)
-    ahead = torch.full((MOST_RANKS,), 1 << 30, dtype=torch.int32).view(torch.uint8)
-    for word in (READY.value, CREDIT.value):
-        signals[:, word : word + 4 * MOST_RANKS] = ahead.to(device)
+    workspaces = workspaces_of_one_process(WorkspaceShape(world, channels), device)
+    preset(workspaces[0], READY.value, MOST_RANKS)
+    preset(workspaces[0], CREDIT.value, MOST_RANKS)
     return workspaces
+
+
+def preset(workspace: Workspace, word: int, count: int) -> None:
+    """Set `count` flags of every channel, from the byte `word` on, to what they will never reach."""
+    shape = workspace.shape
+    signals = workspace.local[: shape.nbytes].view(shape.channels, shape.stride)
+    ahead = torch.full((count,), 1 << 30, dtype=torch.int32, device=workspace.local.device)
+    signals[:, word : word + 4 * count] = ahead.view(torch.uint8)
+
+
+def preset_arrivals(workspace: Workspace) -> None:
+    """All rows have arrived, for every launch: the programs that multiply are never counted as finished.
+
+    The last of them would put the flags back.
+    """
+    preset(workspace, DONE.value, 1)
+    preset(workspace, FINISHED.value, 1)
+
+
+@contextmanager
+def without_senders(workspace: Workspace) -> Iterator[None]:
+    """Launches of kernels that gather have no programs that do."""
+    real = workspace.launch
+
+    def launch(kernel: Any, operation: str, programs: int, *given: Any, **constants: Any) -> None:
+        changed = list(given)
+        at = kernel.arg_names.index("senders")
+        changed[at] = 0
+        real(kernel, operation, programs - given[at], *changed, **constants)
+
+    with mock.patch.object(workspace, "launch", launch):
+        yield
 
 
 def time_together(name: str, elements: int, world: int = 2) -> dict[str, Any]:
