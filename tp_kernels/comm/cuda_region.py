@@ -9,6 +9,7 @@ This is for tests: their kernels take turns, so a wait lasts a time slice, and t
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,7 +53,8 @@ class CudaRegion:
     """
 
     def __init__(self, group: ParallelGroup, nbytes: int, device: torch.device | str) -> None:
-        self.group, self.nbytes, self.multicast = group, nbytes, 0
+        self._group = weakref.ref(group)  # a group keeps regions, not they it
+        self.nbytes, self.multicast = nbytes, 0
         self.device = torch.device(device)
         self._handle: Any = None  # keeps the parts of the peers mapped
         if group.size > 1:
@@ -63,15 +65,14 @@ class CudaRegion:
                     f"CUDA region on rank {group.rank} of {group.size}: {obstacle}"
                 )
             self.device = torch.device("cuda", devices[group.rank].index)
-            self._share()
+            self._share(group)
             return
         self.local = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         self.addresses = [self.local.data_ptr()]
 
-    def _share(self) -> None:
+    def _share(self, group: ParallelGroup) -> None:
         from torch.distributed import _symmetric_memory as symmetric_memory
 
-        group = self.group
         assert group.rendezvous is not None and group.process_group is not None
         corner = group.rendezvous.corner("region")
         sizes = corner.exchange("nbytes", str(self.nbytes))
@@ -88,7 +89,7 @@ class CudaRegion:
             torch.cuda.synchronize(self.device)  # before any peer has the address
         except RuntimeError as failure:  # out of memory is one as well
             error = str(failure).splitlines()[0]
-        self._raise_alike(corner.exchange("allocated", error))
+        self._raise_alike(group, corner.exchange("allocated", error))
         try:
             handle = symmetric_memory.rendezvous(self.local, group.process_group.group_name)
             # Where torch takes the part from a larger allocation, every rank's is at the same place in it.
@@ -100,19 +101,21 @@ class CudaRegion:
             self._handle = handle
         except RuntimeError as failure:
             error = str(failure).splitlines()[0]
-        self._raise_alike(corner.exchange("mapped", error))
+        self._raise_alike(group, corner.exchange("mapped", error))
 
-    def _raise_alike(self, errors: Sequence[str]) -> None:
+    def _raise_alike(self, group: ParallelGroup, errors: Sequence[str]) -> None:
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]
         if failed:
             raise UnsupportedError(
-                f"CUDA region of {self.nbytes} bytes on rank {self.group.rank}: {'; '.join(failed)}"
+                f"CUDA region of {self.nbytes} bytes on rank {group.rank}: {'; '.join(failed)}"
             )
 
     def settle(self) -> None:
         """Return when every rank has come here and what it had given its device to do is done."""
         torch.cuda.synchronize(self.device)
-        barrier(self.group)
+        group = self._group()
+        assert group is not None  # who settles has it
+        barrier(group)
 
     def close(self) -> None:
         """Let go of the peers' parts; they are unmapped with `local`. No kernel of any rank may still run."""

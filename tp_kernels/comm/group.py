@@ -23,6 +23,7 @@ from .devices import DeviceIdentity
 from .errors import CollectiveTimeoutError, TpKernelsError, UnsupportedError
 from .faults import (
     error_from_host,
+    error_from_kernel,
     error_from_process_group,
     is_transport_failure,
 )
