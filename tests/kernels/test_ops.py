@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -34,6 +36,7 @@ from tp_kernels import (
     GroupMismatchError,
     ParallelGroup,
     PeerLostError,
+    RankError,
     UnsupportedError,
     all_gather_linear,
     copy_linear,
@@ -288,6 +291,58 @@ def miss_a_kernel(fault: str) -> list[tuple[type, str, float]]:
     return outcomes
 
 
+def test_a_rank_that_dies_in_its_kernel(interpreted):
+    with pytest.raises(RankError) as caught:
+        interpreted(3).run(die_in_a_kernel)
+    for error in caught.value.outcomes[:2]:
+        assert isinstance(error, PeerLostError), error
+        assert " lost rank 2 (process ended): linear_all_reduce: rank " in str(error)
+
+
+def die_in_a_kernel() -> None:
+    def die(*args: Any, **options: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    x, w = torch.ones(3, 4), torch.ones(2, 4)
+    with ParallelGroup(timeout=TIMEOUT) as group:
+        linear_all_reduce(x, w, group=group, implementation="triton")
+        patch = mock.patch.object(gemm_all_reduce, "launch", die)
+        with patch if group.rank == 2 else nullcontext():
+            linear_all_reduce(x, w, group=group, implementation="triton")
+
+
+def test_check_reports_what_no_call_has(interpreted):
+    interpreted(2).run(check_a_group)
+
+
+def check_a_group() -> None:
+    x, w = torch.ones(3, 4), torch.ones(2, 4)
+    with ParallelGroup(timeout=TIMEOUT) as group:
+        group.check()  # nothing has run
+        linear_all_reduce(x, w, group=group, implementation="triton")
+        group.check()
+        workspace = group.workspaces["cpu"].workspace
+        record = (2, group.rank, 6, 3, 0, 1 - group.rank, 5, 4)  # see RECORD in kernels/_signals.py
+        workspace.record.copy_(torch.tensor(record, dtype=torch.int32))
+        with pytest.raises(CollectiveTimeoutError, match=r"^check: rank .* data of rank"):
+            group.check()
+        with pytest.raises((CollectiveTimeoutError, PeerLostError)):
+            linear_all_reduce(x, w, group=group, implementation="triton")
+
+
+def test_launches_on_two_streams_follow_each_other():
+    own = GroupWorkspace.__new__(GroupWorkspace)
+    own._stream = None
+    first, second = mock.Mock(), mock.Mock()
+    with mock.patch.object(torch, "cuda") as cuda:
+        for stream, capturing in ((first, False), (first, False), (second, True), (second, False)):
+            cuda.current_stream.return_value = stream
+            cuda.is_current_stream_capturing.return_value = capturing
+            own._follow_stream()
+    first.wait_event.assert_not_called()
+    second.wait_event.assert_called_once_with(first.record_event.return_value)
+
+
 def test_a_failure_on_a_gpu_is_heard_of_in_a_later_call():
     """A launch there waits for nothing: its record is copied behind it."""
 
@@ -299,7 +354,7 @@ def test_a_failure_on_a_gpu_is_heard_of_in_a_later_call():
 
     own = GroupWorkspace.__new__(GroupWorkspace)
     own.workspace, own._last_record = Asynchronous(), torch.zeros(8, dtype=torch.int32)
-    own.kernels = mock.Mock()
+    own.kernels, own._follow_stream = mock.Mock(), mock.Mock()
     own.launch("linear_all_reduce")
     own.workspace.record[0] = 2
     own.launch("linear_all_reduce")

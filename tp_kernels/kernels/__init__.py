@@ -4,7 +4,8 @@ Not imported by `tp_kernels` itself: Triton is optional (`pip install 'tp_kernel
 
 Limits: one host. CUDA GPUs from compute capability 8.0, for kernels that exchange nothing also AMD GPUs, or
 the Triton interpreter (TRITON_INTERPRET=1 before this is imported) for CPU tensors. Kernels do not compare
-what their ranks were called with: shapes and dtypes that differ are the caller's to find.
+what their ranks were called with: shapes and dtypes that differ are the caller's to find. Nothing is recorded
+for autograd: a kernel's backward is a function of its own. Ops call them as implementation "triton".
 """
 
 from .all_gather import all_gather

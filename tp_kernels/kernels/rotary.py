@@ -130,10 +130,11 @@ def rotary(
     angles = (*x.shape[: cos.dim() - 1], half) if cos.dim() == x.dim() - 1 else (tokens, half)
     check_alike("rotary", x, cos=(cos, angles), sin=(sin, angles), out=(out, x.shape))
     y = x.new_empty(x.shape) if out is None else out
-    if y.dtype != x.dtype or (y.numel() and dim > 1 and y.stride(-1) != 1):
+    overlapping = any(n > 1 and step == 0 for n, step in zip(y.shape, y.stride(), strict=True))
+    if y.dtype != x.dtype or overlapping or (y.numel() and dim > 1 and y.stride(-1) != 1):
         raise ShapeError(
             f"rotary: out is {y.dtype} with strides {y.stride()}; expected {x.dtype} and adjacent "
-            "elements in a head"
+            "elements in a head, none twice"
         )
     batches, to = (x, y) if x.dim() == 4 else (x[None], y[None])
     if dim > 1 and batches.stride(-1) != 1:
