@@ -199,9 +199,8 @@ def wired() -> None:
 
 
 def test_wired_to_groups_and_workspaces():
-    with Ranks(
-        2
-    ) as ranks:  # of its own: once imported, kernels are compiled or interpreted for good
+    # Ranks of its own: once imported, kernels are compiled or interpreted for good.
+    with Ranks(2) as ranks:
         ranks.run(wired)
 
 

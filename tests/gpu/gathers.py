@@ -21,8 +21,6 @@ from tests.kernels.gather_body import whole_numbers
 from tp_kernels import split_sizes
 from tp_kernels.kernels import Workspace, all_gather_linear, all_gather_weight_gradient
 from tp_kernels.kernels._activation import TORCH
-from tp_kernels.kernels._gemm import choose, choose_for_gradient
-from tp_kernels.kernels.virtual_ranks import resident_tiling
 
 # A row for few ranks only; tiles with rows of several ranks; many rows for 2 ranks, few for 8; many for all.
 SHAPES = (
@@ -107,7 +105,6 @@ def gather_and_multiply(workspace: Workspace, o: SimpleNamespace) -> tuple[Tenso
         activation=o.activation,
         gathered=new(o.x.shape[1]),
         outs=[new(w.shape[0]) for w in o.w],
-        tiling=resident_tiling(choose(o.x, max(o.counts)), workspace.shape),
     )
     return (*ys, gathered)
 
@@ -177,7 +174,6 @@ def gather_and_accumulate(workspace: Workspace, o: SimpleNamespace) -> tuple[Ten
         out=_nan(o.x, *o.size) if given is None else None,
         accumulate_into=None if given is None else given.clone(),  # as calls are repeated
         gathered=_nan(o.x, sum(o.counts), o.x.shape[1]),
-        tiling=resident_tiling(choose_for_gradient(o.x), workspace.shape),
     )
 
 

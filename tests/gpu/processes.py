@@ -88,6 +88,7 @@ def call_ops(cases: Sequence[Case], device: str) -> list[dict[str, str]]:
         for case in cases:
             group.reset_stats()
             results = oracle.compute(case, group, poisoned=True, device=device)
+            group.check()
             digests.append(oracle.check(case, results, group))
             name = case.op + (".backward" if case.op == "copy_linear" else "")
             assert set(group.stats()["calls"][name]) == {"triton"}, group.stats()

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from tp_kernels import ShapeError, UnsupportedError
 from tp_kernels.kernels import WorkspaceShape
-from tp_kernels.kernels._gemm import TILINGS
 from tp_kernels.kernels._signals import READY
 from tp_kernels.kernels.virtual_ranks import (
     VirtualRanks,
     resident_channels,
-    resident_tiling,
     workspaces_of_one_process,
 )
 
@@ -34,18 +30,6 @@ def test_channels_that_are_not():
         ShapeError, match="9 virtual ranks need 9 multiprocessors, the device has 8"
     ):
         resident_channels(9, 8)
-
-
-@pytest.mark.parametrize(
-    ("channels", "programs", "senders"), [(2, 2, 1), (16, 16, 4), (66, 66, 16), (200, 132, 16)]
-)
-def test_a_tiling_that_is_resident(channels, programs, senders):
-    tiling = TILINGS[90, 2, "many"]
-    found = resident_tiling(tiling, WorkspaceShape(2, channels))
-    assert (found.programs, found.senders) == (programs, senders) and senders < programs
-    assert replace(found, programs=132, senders=16) == tiling
-    with pytest.raises(ShapeError, match="have two programs at least"):
-        resident_tiling(tiling, WorkspaceShape(2, 1))
 
 
 def test_workspaces_have_the_addresses_of_all():

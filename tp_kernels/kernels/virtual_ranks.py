@@ -5,8 +5,8 @@ near as the own memory: times tell nothing about links.
 
 Kernels of all ranks have to run at the same time, or one waits for another that never starts. That takes:
 
-- every program of every rank finds room: `channels` times the ranks are at most the multiprocessors, and no
-  launch has more programs than channels. Kernels that gather would: give them a `resident_tiling`;
+- every program of every rank finds room: `channels`, which no launch exceeds, times the ranks are at most
+  the multiprocessors;
 - nothing waits for a kernel that waits: loading a module and allocating may both wait for the device, so
   everything is called once before, by `rehearse`;
 - no stream waits behind another: there are more hardware queues than ranks (CUDA_DEVICE_MAX_CONNECTIONS, 8 if
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +24,6 @@ import torch
 from tp_kernels.comm.errors import ShapeError, UnsupportedError
 
 from ._device import INTERPRETED
-from ._gemm import Tiling
 from .workspace import Workspace, WorkspaceShape
 
 T = TypeVar("T")
@@ -50,23 +48,6 @@ def resident_channels(world: int, multiprocessors: int, asked: int | None = None
             f"{most} each, or a kernel would wait for one that cannot start"
         )
     return most if asked is None else asked
-
-
-def resident_tiling(tiling: Tiling, shape: WorkspaceShape) -> Tiling:
-    """`tiling` for all_gather_linear and all_gather_weight_gradient, with `shape.channels` programs at most.
-
-    A quarter of them gather, at least one, and the others multiply.
-
-    Raises:
-        ShapeError: there is one channel only.
-    """
-    if shape.channels < 2:
-        raise ShapeError(
-            "channels=1: kernels that gather have two programs at least, one that gathers and one that "
-            "multiplies"
-        )
-    senders = min(tiling.senders, max(1, shape.channels // 4))
-    return replace(tiling, programs=min(tiling.programs, shape.channels), senders=senders)
 
 
 def workspaces_of_one_process(
