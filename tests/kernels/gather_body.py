@@ -17,7 +17,8 @@ from torch import Tensor
 from tests import oracle
 from tests.kernels.body import DTYPES, REAL, Kernels, gives_up, kernels, stalled
 from tests.oracle import Case, digest
-from tp_kernels import ShapeError, UnsupportedError, split_sizes
+from tp_kernels import ParallelGroup, ShapeError, UnsupportedError, split_sizes
+from tp_kernels.comm.symmetric_region import SymmetricRegion
 
 CHUNK = 16 * 16 * 4
 
@@ -55,12 +56,12 @@ class Problem:
         self.outs = [nan(self.rows, n, dtype=dtype) for n in widths]
         self.gathered = nan(self.rows, self.inner, dtype=dtype)
 
-    def linear(self, seed: int) -> list[Tensor]:
+    def linear(self, seed: int, **more: Any) -> list[Tensor]:
         module = self.k.module("all_gather_linear")
         bias: Any = self.biases if seed % 2 else None
         ys, gathered = module.all_gather_linear(
             self.x, self.ws, self.k.workspace, counts=self.counts, bias=bias,
-            gathered=self.gathered, outs=self.outs,
+            gathered=self.gathered, outs=self.outs, **more,
         )  # fmt: skip
         expected = module.reference(self.xs, self.ws, bias or [None] * len(ys))
         self.k.expect(digest(gathered) == digest(torch.cat(self.xs)), "gathered", seed)
@@ -337,3 +338,40 @@ def refused_gradient(package: str = REAL) -> None:
             with pytest.raises(error, match=text):
                 run(*args, k.workspace, **more)
         Problem(k, (5, 3), (4,), torch.float32, 0).gradient(0)
+
+
+def by_copies(package: str, shapes: list[tuple[int, int]], **options: Any) -> None:
+    """Through staging memory, of every rank's rows between NaN; several calls after each other."""
+    with ParallelGroup(timeout=30) as group, kernels(package, group, chunk=CHUNK, **options) as k:
+        region = SymmetricRegion(group, 1 << 14)
+        region.local.fill_(0xFF)
+        region.settle()
+        k.workspace.staging = tuple(region.parts)
+        module = k.module("all_gather_linear")
+        for dtype in DTYPES:
+            for seed, shape in enumerate(shapes):
+                problem = Problem(k, shape, (20, 3), dtype, seed, 1 + seed % 3)
+                if k.group.rank == 0:
+                    time.sleep(0.03)
+                problem.linear(seed, producer="copies")
+        x, w = torch.ones(1000, 6), torch.ones(2, 6)
+        for producer, text in (
+            ("copies", "needs 24000 bytes of staging memory, the workspace has 16384"),
+            ("host", "producer='host'"),
+        ):
+            with pytest.raises(UnsupportedError, match=text):
+                module.all_gather_linear(x, w, k.workspace, producer=producer)
+        region.close()
+
+
+def meet_and_count(package: str, late: int) -> list[float]:
+    """When each rank came to a barrier, and left it."""
+    times = []
+    with kernels(package) as k:
+        for _ in range(3):
+            if k.group.rank == late:
+                time.sleep(0.2)
+            times.append(time.monotonic())
+            k.module("barrier").barrier(k.workspace)
+            times.append(time.monotonic())
+    return times

@@ -44,6 +44,18 @@ def test_chunks_in_any_order(interpreted, unit):
     interpreted(3).run(body.chunks_in_any_order, REAL, OPERATION, (41 // unit, 7), unit)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_by_copies(interpreted, size):
+    interpreted(size).run(body.by_copies, REAL, SHAPES)
+
+
+def test_barrier(interpreted):
+    """Nobody leaves before the last one comes."""
+    ranks = interpreted(3).run(body.meet_and_count, REAL, 1)
+    for turn in range(0, 6, 2):
+        assert max(times[turn] for times in ranks) < min(times[turn + 1] for times in ranks)
+
+
 def test_own_rows_first(interpreted):
     interpreted(3).run(body.own_rows_first, REAL)
 

@@ -43,6 +43,7 @@ class CudaRegion:
 
     Attributes:
         local: [nbytes] uint8, this rank's part, aligned to 16 bytes at least.
+        parts: of every rank, as this one reaches them.
         addresses: of the part of every rank, as this rank's kernels reach them.
         multicast: an address that stands for the parts of all ranks at once, or 0.
 
@@ -68,7 +69,7 @@ class CudaRegion:
             self._share(group)
             return
         self.local = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-        self.addresses = [self.local.data_ptr()]
+        self.parts, self.addresses = [self.local], [self.local.data_ptr()]
 
     def _share(self, group: ParallelGroup) -> None:
         from torch.distributed import _symmetric_memory as symmetric_memory
@@ -99,6 +100,10 @@ class CudaRegion:
             if 0 in handle.buffer_ptrs:
                 error = f"the device of rank {handle.buffer_ptrs.index(0)} cannot be addressed"
             self._handle = handle
+            self.parts = [
+                handle.get_buffer(rank, (self.nbytes,), torch.uint8, offset)
+                for rank in range(group.size)
+            ]
         except RuntimeError as failure:
             error = str(failure).splitlines()[0]
         self._raise_alike(group, corner.exchange("mapped", error))
@@ -119,4 +124,4 @@ class CudaRegion:
 
     def close(self) -> None:
         """Let go of the peers' parts; they are unmapped with `local`. No kernel of any rank may still run."""
-        self.addresses, self.multicast, self._handle = [], 0, None
+        self.parts, self.addresses, self.multicast, self._handle = [], [], 0, None

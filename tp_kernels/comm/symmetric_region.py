@@ -20,6 +20,7 @@ class SymmetricRegion:
 
     Attributes:
         local: [nbytes] uint8, this rank's part, aligned to a page (with one rank, to 64 bytes).
+        parts: of every rank, as this one sees them.
         addresses: of the part of every rank, in this process.
         multicast: 0; memory of a host has no address that stands for all parts.
 
@@ -34,14 +35,14 @@ class SymmetricRegion:
         self._memory: SymmetricMemory | None = None
         if group.size == 1:
             self.local = torch.zeros(nbytes, dtype=torch.uint8)
-            self.addresses = [self.local.data_ptr()]
+            self.parts, self.addresses = [self.local], [self.local.data_ptr()]
             return
         capacity = max(nbytes, 64 * group.size)  # as small as a window may be
         self._memory = group.new_memory(capacity=capacity, buffers=1)
         slot = self._memory.slots[0]
-        parts = [slot.view(rank, 0, (nbytes,), torch.uint8) for rank in range(group.size)]
-        self.local = parts[group.rank]
-        self.addresses = [part.data_ptr() for part in parts]
+        self.parts = [slot.view(rank, 0, (nbytes,), torch.uint8) for rank in range(group.size)]
+        self.local = self.parts[group.rank]
+        self.addresses = [part.data_ptr() for part in self.parts]
 
     def settle(self) -> None:
         """Return when every rank has come here: what it wrote to its part before is there."""

@@ -13,6 +13,7 @@ from .all_gather_linear import all_gather_linear
 from .all_gather_weight_gradient import all_gather_weight_gradient
 from .all_reduce import all_reduce
 from .all_reduce_rms_norm import all_reduce_rms_norm
+from .barrier import barrier
 from .cross_entropy import (
     CrossEntropyOptions,
     vocab_parallel_cross_entropy,
@@ -35,6 +36,7 @@ __all__ = [
     "all_gather_weight_gradient",
     "all_reduce",
     "all_reduce_rms_norm",
+    "barrier",
     "geglu",
     "geglu_backward",
     "layer_norm",

@@ -30,8 +30,9 @@ from .workspace import Division, Workspace
 
 class Plan(NamedTuple):
     part: int  # elements that a rank sends a peer in a round
-    channels: int  # and programs that communicate
-    programs: int  # in all
+    channels: int
+    programs: int  # of a launch
+    senders: int  # of those, to gather: one for each channel, or none
 
 
 def plan_gather(
@@ -42,7 +43,7 @@ def plan_gather(
     programs = min(tiling.programs, workspace.programs or tiling.programs)
     most = min(workspace.shape.channels, tiling.senders, 32 * tiling.warps, max(1, programs // 2))
     part, channels = workspace.divide(division.most * width, itemsize, block, most)
-    return Plan(part, channels, channels + max(1, min(tiles, programs - channels)))
+    return Plan(part, channels, channels + max(1, min(tiles, programs - channels)), channels)
 
 
 @device_function

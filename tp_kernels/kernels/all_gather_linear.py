@@ -1,8 +1,9 @@
 """all_gather_linear: y_i = act(all_gather(x) W_i^T + b_i), the products begin while rows are on their way.
 
 One launch gathers and multiplies. The first programs gather the rows, as in all_gather; the others multiply
-tiles of all products. A tile of own rows is read from x at once, any other when exactly its rows have
-arrived, also if they are of several ranks; see _gather.py for the order and the flags.
+tiles of all products. Or all programs multiply, and the copy engine gathers (_copies.py). A tile of own rows
+is read from x at once, any other when exactly its rows have arrived, also if they are of several ranks; see
+_gather.py for the order and the flags.
 
     y = round(act(round(p + b)))    p accumulated in float32
 
@@ -15,6 +16,7 @@ Graphs: a launch depends on nothing of the host that changes from call to call, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import triton
@@ -25,6 +27,7 @@ from torch.nn.functional import linear
 from tp_kernels.comm.errors import ShapeError, UnsupportedError
 
 from ._activation import TORCH, activate
+from ._copies import COPY_BYTES, gathered_by_copies, plan_products
 from ._device import widen
 from ._gather import await_rows, finish, gather_rows, plan_gather, row_block_at, row_blocks_of
 from ._gemm import (
@@ -149,6 +152,7 @@ def all_gather_linear(
     activation: str | None = None,
     gathered: Tensor | None = None,
     outs: Sequence[Tensor] | None = None,
+    producer: str | None = None,
     tiling: Tiling | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """Products of the rows of all ranks with this rank's weights. Collective.
@@ -160,6 +164,9 @@ def all_gather_linear(
             ranks have as many as this one.
         bias: [N]; or one for each weight.
         activation: None, "gelu", "gelu_tanh", "silu" or "relu", of every product.
+        producer: of the rows: "programs" of the same launch, or "copies" by the copy engine, through the
+            staging memory of the workspace; default: copies from COPY_BYTES on where they fit. Equal on
+            all ranks.
         gathered, outs: take the results: contiguous, apart from the operands in memory.
         tiling: instead of what the shape suggests; equal on all ranks.
 
@@ -187,6 +194,8 @@ def all_gather_linear(
     check_alike(where, x, w=ws, bias=biases)
     if activation not in TORCH:
         raise UnsupportedError(f"{where}: activation={activation!r}; known are {tuple(TORCH)}")
+    if producer not in (None, "programs", "copies"):
+        raise UnsupportedError(f"{where}: producer={producer!r}; use 'programs', 'copies' or None")
     division = workspace.rows_of_ranks(operation, counts or [x.shape[0]] * workspace.world)
     if division.rows(workspace.rank) != x.shape[0]:
         raise ShapeError(f"{where}: x has {x.shape[0]} rows, counts={list(counts or [])}")
@@ -208,29 +217,47 @@ def all_gather_linear(
         return ys, gathered
     tiling, x = tiling or choose(x, division.most), x.contiguous()
     tiles = -(-rows // tiling.block_m) * sum(-(-y.shape[1] // tiling.block_n) for y in ys)
-    plan = plan_gather(workspace, division, inner, x.element_size(), tiling, tiles)
-    workspace.launch(
-        gather_and_multiply,
-        operation,
-        plan.programs,
-        x,
-        gathered,
-        tuple(ws),
-        tuple(one.contiguous() for one in biases) or None,
-        tuple(ys),
-        tuple(one.shape[0] for one in ws),
-        tuple(one.stride(0) for one in ws),
-        tuple(one.stride(1) for one in ws),
-        *division.scaled(1),
-        inner,
-        plan.part,
-        plan.channels,
-        plan.channels,
-        warps=tiling.warps,
-        registers=REGISTERS,
-        num_stages=tiling.stages,
-        TMA=tma(tiling, [x, gathered], ws),
-        ACTIVATION=activation,
-        **tiling.constants(x.element_size()),
-    )
+    most, room = division.most * inner * x.element_size(), _staged(workspace)
+    if producer == "copies" and most > room:
+        raise UnsupportedError(
+            f"{where}: producer='copies' needs {most} bytes of staging memory, the workspace has {room}"
+        )
+    if producer is None:
+        producer = "copies" if COPY_BYTES <= most <= room else "programs"
+    if producer == "copies":
+        plan = plan_products(workspace, division, inner, x.element_size(), tiling, tiles)
+        source: AbstractContextManager[None] = gathered_by_copies(workspace, x, gathered, division)
+    else:
+        plan = plan_gather(workspace, division, inner, x.element_size(), tiling, tiles)
+        source = nullcontext()
+    with source:
+        workspace.launch(
+            gather_and_multiply,
+            operation,
+            plan.programs,
+            x,
+            gathered,
+            tuple(ws),
+            tuple(one.contiguous() for one in biases) or None,
+            tuple(ys),
+            tuple(one.shape[0] for one in ws),
+            tuple(one.stride(0) for one in ws),
+            tuple(one.stride(1) for one in ws),
+            *division.scaled(1),
+            inner,
+            plan.part,
+            plan.channels,
+            plan.senders,
+            warps=tiling.warps,
+            registers=REGISTERS,
+            num_stages=tiling.stages,
+            TMA=tma(tiling, [x, gathered], ws),
+            ACTIVATION=activation,
+            **tiling.constants(x.element_size()),
+        )
     return ys, gathered
+
+
+def _staged(workspace: Workspace) -> int:
+    """Bytes of rows that a rank can stage."""
+    return workspace.staging[0].numel() if workspace.staging else 0

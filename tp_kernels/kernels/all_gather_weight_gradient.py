@@ -199,7 +199,7 @@ def all_gather_weight_gradient(
         inner,
         plan.part,
         plan.channels,
-        plan.channels,
+        plan.senders,
         warps=tiling.warps,
         registers=REGISTERS,
         num_stages=tiling.stages,

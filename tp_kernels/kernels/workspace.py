@@ -39,6 +39,7 @@ OPERATIONS = {
     "all_gather_linear": 7,
     "all_gather_weight_gradient": 8,
     "cross_entropy": 9,
+    "barrier": 10,
 }
 
 WARPS = 8  # of kernels that only move and add
@@ -69,6 +70,9 @@ class Division:
     def most(self) -> int:
         """Rows of the rank that has most."""
         return self.small + self.unit * (self.larger > 0)
+
+    def start(self, rank: int) -> int:
+        return self.small * rank + self.unit * min(rank, self.larger)
 
     def rows(self, rank: int) -> int:
         return self.small + self.unit * (rank < self.larger)
@@ -134,6 +138,8 @@ class Workspace:
             that share a GPU; else a kernel knows how many are of use.
         epoch: rounds that are taken to have been made already; for tests.
         multicast: address that stands for the regions of all ranks, 0 where there is none.
+        staging: of every rank, uint8 memory that this rank can read, its own to write to: for rows that
+            the copy engine gathers. Equally long everywhere, or none.
     """
 
     def __init__(
@@ -148,6 +154,7 @@ class Workspace:
         programs: int | None = None,
         epoch: int = 0,
         multicast: int = 0,
+        staging: Sequence[Tensor] = (),
     ) -> None:
         if local.dtype != torch.uint8 or local.dim() != 1 or local.numel() < shape.nbytes:
             raise ShapeError(
@@ -160,7 +167,8 @@ class Workspace:
                 f"aligned, not {[hex(address) for address in addresses]}"
             )
         self.shape, self.rank, self.name, self.timeout = shape, rank, name, timeout
-        self.multicast = multicast
+        self.multicast, self.staging = multicast, tuple(staging)
+        self._copy_stream: torch.cuda.Stream | None = None
         self.programs = programs
         self.local = local  # kept alive; kernels reach it through `table` only
         self.table = torch.tensor(addresses, dtype=torch.int64, device=local.device)
@@ -178,6 +186,12 @@ class Workspace:
     @property
     def world(self) -> int:
         return self.shape.world
+
+    def copy_stream(self) -> torch.cuda.Stream:
+        """For copies that go on beside a kernel."""
+        if self._copy_stream is None:
+            self._copy_stream = torch.cuda.Stream(self.local.device)
+        return self._copy_stream
 
     def rows_of_ranks(
         self, operation: str, counts: Sequence[int] | None, rows: int | None = None

@@ -22,6 +22,7 @@ from ._op import device_type
 
 # Programs of a launch in the interpreter, which runs them one after the other: more would only take memory.
 INTERPRETED_CHANNELS = 4
+STAGED_BYTES = 32 << 20  # of a rank's rows, for the copy engine of a GPU
 DEPTH = 4  # as linear_all_reduce needs for two shots
 
 
@@ -46,20 +47,22 @@ class GroupWorkspace:
             )
         self.kernels = kernels = _import_together(group, interpreted)
         shape = kernels.WorkspaceShape(group.size, *_sizes(like), DEPTH)
-        self._region = new_region(group, device, shape.nbytes)
+        staged = 0 if interpreted else STAGED_BYTES
+        region = self._region = new_region(group, device, shape.nbytes + staged)
         self.workspace = kernels.Workspace(
             shape,
             group.rank,
-            self._region.local,
-            self._region.addresses,
+            region.local,
+            region.addresses,
             timeout=group.timeout,
             name=f"triton {device}",
-            multicast=self._region.multicast,
+            multicast=region.multicast,
+            staging=[part[shape.nbytes :] for part in region.parts] if staged else (),
         )
         self._stream: torch.cuda.Stream | None = None  # of the last launch
         # Of a GPU: copied after every launch, so that looking at it waits for nothing.
         self._last_record = None if interpreted else self.workspace.record.cpu().pin_memory()
-        self._region.settle()
+        region.settle()
 
     def launch(self, kernel: str, *args: Any, **options: Any) -> Any:
         """Call `kernel` in this workspace.
