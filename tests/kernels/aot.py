@@ -113,6 +113,7 @@ def _products(element: str, world: int) -> Iterator[Configuration]:
         if element == "bf16":
             yield Configuration(kernel, element, world, "many", transposed=True)
             yield Configuration(kernel, element, world, "many", True, 3)
+            yield Configuration(kernel, element, world, "few", tma=True)
             yield Configuration(kernel, element, world, "many", tma=True)
             yield Configuration(kernel, element, world, "many", True, tma=True)
 

@@ -47,7 +47,7 @@ def check(architecture: int, itemsize: int, kind: str, kernel: str) -> list[tupl
     block, processor = SHARED[architecture]
     processors = TILINGS[architecture, itemsize, kind].programs
     configuration = aot.Configuration(kernel, ELEMENTS[itemsize], WORLD, kind)
-    usual = instructions(aot.build(configuration, architecture).ptx)
+    usual = instructions(aot.build(configuration, architecture).ptx)  # however it is loaded
     # Of equal code the most programs count; another order of tiles is not worth a compilation.
     most: dict[Tiling, int] = {}
     for tiling in tilings[1:]:
@@ -58,8 +58,9 @@ def check(architecture: int, itemsize: int, kind: str, kernel: str) -> list[tupl
             most[code] = max(most.get(code, 0), tiling.programs)
     lines = []
     for code, programs in most.items():
-        compiled = aot.build(configuration, architecture, tiling=code)
-        found = aot.problems(configuration, compiled, architecture)
+        as_loaded = replace(configuration, tma=code.tma)
+        compiled = aot.build(as_loaded, architecture, tiling=code)
+        found = aot.problems(as_loaded, compiled, architecture)
         if instructions(compiled.ptx) != usual:
             found.append(f"{instructions(compiled.ptx)}; the built-in choice has {usual}")
         if compiled.shared > block:

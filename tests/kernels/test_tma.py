@@ -14,11 +14,9 @@ def test_same_bits(interpreted):
 
 
 def test_only_where_asked_and_aligned():
-    from dataclasses import replace
-
-    asked = replace(TILINGS[90, 2, "many"], tma=True)
+    asked = TILINGS[90, 2, "many"]
     x, w = torch.zeros(4, 24).bfloat16(), torch.zeros(16, 24).bfloat16()
-    assert tma(TILINGS[90, 2, "many"], [x], [w]) == ""
+    assert tma(TILINGS[80, 2, "many"], [x], [w]) == ""
     assert tma(asked, [x], [w]) == "inner inner"
     assert tma(asked, [x], [w.t().contiguous().t()]) == "inner rows"
     assert tma(asked, [x.t()], [w.t()]) == "rows rows"

@@ -114,7 +114,7 @@ def test_interpreter_has_candidates_of_its_own():
 def test_candidates(hardware, shape):
     """What a GPU needs is in tests/kernels/aot_candidates.py."""
     found = candidates(hardware, shape)
-    assert 4 <= len(found) <= 10 and len(set(found)) == len(found)
+    assert 4 <= len(found) <= 11 and len(set(found)) == len(found)
     # Only where programs are set apart it matters how many.
     assert (len({one.senders for one in found}) > 1) == (shape.operation in GATHERING)
     assert {one.block_k for one in found} == {found[0].block_k}

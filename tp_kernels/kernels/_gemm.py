@@ -1,9 +1,9 @@
 """What the fused matrix products have in common: a tile of x W^T, the order of tiles, and tile sizes.
 
 Loads are plain pointers with masks, so any strides and sizes work; they are fast where 16 divides K, N and
-the strides that are not 1. Or they are those of the tensor memory accelerator, from compute capability 9.0,
-where a tiling asks for it and addresses and strides allow it: the same numbers with fewer registers. Left for
-later: warp specialisation, splitting K for few rows, and measured entries in the table below.
+the strides that are not 1. From compute capability 9.0 they are those of the tensor memory accelerator where
+addresses and strides allow it: the same numbers with fewer registers. Left for later: warp specialisation,
+splitting K for few rows, and measured entries in the table below.
 """
 
 from __future__ import annotations
@@ -83,15 +83,15 @@ TILINGS = {
     (80, 4, "few"): Tiling(32, 64, 16, 8, 3, 108),
     (80, 4, "many"): Tiling(64, 64, 16, 8, 3, 108),
     (80, 4, "gradient"): Tiling(64, 64, 16, 8, 3, 108),
-    (90, 2, "few"): Tiling(64, 128, 64, 4, 4, 132),
-    (90, 2, "many"): Tiling(128, 256, 64, 8, 3, 132),
-    (90, 2, "gradient"): Tiling(64, 256, 64, 8, 3, 132),
+    (90, 2, "few"): Tiling(64, 128, 64, 4, 4, 132, tma=True),
+    (90, 2, "many"): Tiling(128, 256, 64, 8, 3, 132, tma=True),
+    (90, 2, "gradient"): Tiling(64, 256, 64, 8, 3, 132, tma=True),
     (90, 4, "few"): Tiling(32, 64, 16, 8, 3, 132),
     (90, 4, "many"): Tiling(64, 64, 16, 8, 3, 132),
     (90, 4, "gradient"): Tiling(64, 64, 16, 8, 3, 132),
-    (100, 2, "few"): Tiling(64, 128, 64, 4, 4, 148),
-    (100, 2, "many"): Tiling(128, 256, 64, 8, 3, 148),
-    (100, 2, "gradient"): Tiling(128, 128, 64, 8, 4, 148),
+    (100, 2, "few"): Tiling(64, 128, 64, 4, 4, 148, tma=True),
+    (100, 2, "many"): Tiling(128, 256, 64, 8, 3, 148, tma=True),
+    (100, 2, "gradient"): Tiling(128, 128, 64, 8, 4, 148, tma=True),
     (100, 4, "few"): Tiling(32, 64, 16, 8, 3, 148),
     (100, 4, "many"): Tiling(64, 64, 16, 8, 3, 148),
     (100, 4, "gradient"): Tiling(64, 64, 16, 8, 3, 148),

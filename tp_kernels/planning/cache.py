@@ -120,7 +120,7 @@ def _parse(document: Any) -> Tables:
 
 def _entry(raw: dict[str, Any]) -> Entry:
     entry = _make(Entry, {"entry": {key: raw[key] for key in raw if key != "shape"}}, "entry")
-    if any(type(size) is not int for size in entry.tiling.values()):
+    if any(type(value) is not (bool if k == "tma" else int) for k, value in entry.tiling.items()):
         raise ValueError(f"sizes of a tiling are numbers, not {entry.tiling}")
     return entry
 

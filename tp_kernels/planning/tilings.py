@@ -263,6 +263,8 @@ def candidates(hardware: Hardware, shape: ShapeClass) -> tuple[Tiling, ...]:
         for m, n, warps, stages, programs, group in sizes
     )
     found = [built_in, *others]
+    if built_in.tma:
+        found.append(replace(built_in, tma=False))
     if shape.operation in GATHERING:
         found += [replace(built_in, senders=senders) for senders in SENDERS]
     return tuple(dict.fromkeys(found))
