@@ -143,7 +143,12 @@ def stand_in(rank: int, offset: int = 0, fault: str = "") -> Iterator[dict[str, 
             raise RuntimeError("CUDA driver error: not permitted")
         pointers = [4096, 8192]
         pointers[rank] = 0 if fault == "address" else seen["base"].data_ptr()
-        return SimpleNamespace(buffer_ptrs=pointers, multicast_ptr=4711)
+        return SimpleNamespace(buffer_ptrs=pointers, multicast_ptr=4711, get_buffer=get_buffer)
+
+    def get_buffer(owner: int, sizes: Any, dtype: torch.dtype, offset: int) -> torch.Tensor:
+        assert dtype == torch.uint8
+        seen.setdefault("parts", []).append((owner, tuple(sizes), offset))
+        return torch.empty(sizes, dtype=dtype)
 
     with (
         mock.patch.object(DeviceIdentity, "current", return_value=DEVICES[rank]),
@@ -157,15 +162,17 @@ def stand_in(rank: int, offset: int = 0, fault: str = "") -> Iterator[dict[str, 
 
 
 def made() -> None:
-    with ParallelGroup(timeout=30) as group, stand_in(group.rank, offset=64):
+    with ParallelGroup(timeout=30) as group, stand_in(group.rank, offset=64) as seen:
         region = CudaRegion(group, 1024, "cuda")
+        assert seen["parts"] == [(0, (1024,), 64), (1, (1024,), 64)]
+        assert [len(part) for part in region.parts] == [1024, 1024]
         assert region.local.shape == (1024,) and not region.local.any()
         assert region.addresses[group.rank] == region.local.data_ptr()
         assert region.addresses[1 - group.rank] == [4096, 8192][1 - group.rank] + 64
         assert region.multicast == 4711 and region.device == torch.device("cuda", group.rank)
         region.settle()
         region.close()
-        assert region.addresses == [] and region.multicast == 0
+        assert region.addresses == region.parts == [] and region.multicast == 0
 
 
 def test_made(world):

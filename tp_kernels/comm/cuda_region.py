@@ -97,13 +97,14 @@ class CudaRegion:
             offset = self.local.data_ptr() - handle.buffer_ptrs[group.rank]
             self.addresses = [address + offset for address in handle.buffer_ptrs]
             self.multicast = handle.multicast_ptr
+            self._handle = handle
             if 0 in handle.buffer_ptrs:
                 error = f"the device of rank {handle.buffer_ptrs.index(0)} cannot be addressed"
-            self._handle = handle
-            self.parts = [
-                handle.get_buffer(rank, (self.nbytes,), torch.uint8, offset)
-                for rank in range(group.size)
-            ]
+            else:
+                self.parts = [
+                    handle.get_buffer(rank, (self.nbytes,), torch.uint8, offset)
+                    for rank in range(group.size)
+                ]
         except RuntimeError as failure:
             error = str(failure).splitlines()[0]
         self._raise_alike(group, corner.exchange("mapped", error))
