@@ -52,7 +52,7 @@ class GroupWorkspace:
         self.workspace = kernels.Workspace(
             shape,
             group.rank,
-            region.local,
+            region.local[: shape.nbytes],
             region.addresses,
             timeout=group.timeout,
             name=f"triton {device}",
