@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from .comm.devices import MOST_RANKS
 from .comm.errors import UnsupportedError
 from .comm.group import ParallelGroup, as_group
 from .comm.host_slot import REDUCIBLE
@@ -25,8 +26,6 @@ OPERATIONS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce",
 CHUNKED_MIN_ROWS = 256
 # Whether the Triton kernels have passed `make gpu-check` on some GPU. Until then nobody gets them unasked.
 TRITON_PROVEN = False
-# Of kernels, which keep a flag for each of them in a line of memory (kernels/_signals.py).
-TRITON_MOST_RANKS = 32
 
 
 @dataclass(frozen=True)
@@ -121,8 +120,8 @@ def obstacle(
             return why_not
         if dtype not in REDUCIBLE:
             return f"kernels multiply float32, bfloat16 and float16, not {dtype}"
-        if group.size > TRITON_MOST_RANKS:
-            return f"{group.size} ranks; kernels exchange data between {TRITON_MOST_RANKS} at most"
+        if group.size > MOST_RANKS:
+            return f"{group.size} ranks; kernels exchange data between {MOST_RANKS} at most"
     return None
 
 

@@ -231,7 +231,7 @@ INTERPRETED = (
     ),
     Mutant(
         "peer_left_out",
-        "_gather.gather_rows",
+        "_rounds.send_to_peers",
         (
             (
                 "for step in range(1, WORLD):  #",

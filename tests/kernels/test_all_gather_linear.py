@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from tests.kernels import gather_body as body
 from tests.kernels import gemm_body
 from tests.kernels.body import REAL
 from tests.oracle import Case
+from tp_kernels.kernels import _copies, _signals
 
 OPERATION = "all_gather_linear"
 # Rows of one (which may be several), inner: less rows than ranks, tiles of two and of three ranks, several
@@ -47,6 +50,25 @@ def test_chunks_in_any_order(interpreted, unit):
 @pytest.mark.parametrize("size", [2, 3])
 def test_by_copies(interpreted, size):
     interpreted(size).run(body.by_copies, REAL, SHAPES)
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_flags_of_copies_on_a_gpu(capturing):
+    """What torch takes: flat, contiguous, uint32 (its CUDASymmetricMemoryOps.cu)."""
+    memory = torch.zeros(1024, dtype=torch.uint8)
+    local, writes = mock.Mock(is_cpu=False, view=memory.view), []
+
+    def write(tensor: torch.Tensor, offset: int, val: int, count: int = 1) -> None:
+        assert tensor.dtype == torch.uint32 and tensor.dim() == 1 and tensor.is_contiguous()
+        writes.append((4 * offset, val, count))
+
+    torch_memory = mock.Mock(**{"memset32" if capturing else "stream_write_value32": write})
+    with (
+        mock.patch.object(torch._C._distributed_c10d, "_SymmetricMemory", torch_memory),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=capturing),
+    ):
+        _copies._raise_flag(local, 3)
+    assert writes == [(_signals.DONE.value, 3, 1)]
 
 
 def test_barrier(interpreted):

@@ -20,6 +20,7 @@ def test_only_where_asked_and_aligned():
     assert tma(asked, [x], [w]) == "inner inner"
     assert tma(asked, [x], [w.t().contiguous().t()]) == "inner rows"
     assert tma(asked, [x.t()], [w.t()]) == "rows rows"
+    assert tma(asked, [x[:1].expand(4, 24)], [w]) == "", "one row four times"
     for bad in (
         x[:, 1:],
         x[:, ::2],

@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from triton.runtime import _allocation
 
 from tests.kernels.body import DTYPES, Kernels, kernels
 from tests.kernels.gemm_body import CHUNK, run
@@ -48,7 +49,7 @@ def call(
     tiling = replace(k.module("_gemm").INTERPRETER, tma=tma)
     x = draw(21, inner)
     w = draw(inner, 24).t() if layout == "inner rows" else draw(24, inner)
-    seen = []
+    seen, allocator = [], _allocation._allocator.get()
     real = k.workspace.launch
 
     def launch(*args: Any, **constants: Any) -> None:
@@ -65,4 +66,5 @@ def call(
             y, _ = function(x, other, k.workspace, tiling=tiling)
         else:
             y = run(k, operation, [x, x], [w, w], tiling=tiling)
+    assert _allocation._allocator.get() is allocator, "not that of other kernels any more"
     return digest(y), seen

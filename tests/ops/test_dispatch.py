@@ -16,7 +16,7 @@ from tests.oracle import OPERATIONS, Case, call, shard
 from tp_kernels import Choice, ParallelGroup, UnsupportedError, dispatch, explain
 from tp_kernels.comm.devices import DeviceIdentity
 from tp_kernels.comm.triton_support import TritonSupport
-from tp_kernels.dispatch import CHUNKED_MIN_ROWS, TRITON_MOST_RANKS, choose
+from tp_kernels.dispatch import CHUNKED_MIN_ROWS, choose
 
 FEATURES = {"in_features": 24, "out_features": 12}
 
@@ -276,7 +276,3 @@ def choose_for_cuda() -> None:
         group.triton_support[1] = TritonSupport(None, False, 80)
         with pytest.raises(UnsupportedError, match="one architecture; use implementation='auto'"):
             explain_linear(group, device="cuda", implementation="triton")
-
-
-def test_as_many_ranks_as_the_kernels():
-    assert TRITON_MOST_RANKS == importlib.import_module("tp_kernels.kernels._signals").MOST_RANKS

@@ -14,7 +14,7 @@ import torch
 
 from .topology import HostIdentity
 
-MOST_RANKS = 32  # as many flags as a channel has: kernels/_signals.py
+MOST_RANKS = 32  # whose flags have room in a line of 128 bytes: kernels/_signals.py
 OVERLAP = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 

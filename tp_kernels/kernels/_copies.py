@@ -90,7 +90,7 @@ def _beside(workspace: Workspace) -> Iterator[None]:
 
 def _raise_flag(local: Tensor, value: int) -> None:
     """DONE of channel 0, ordered after the copies of the current stream."""
-    flags, index = local.view(torch.int32), DONE.value // 4
+    flags, index = local.view(torch.uint32), DONE.value // 4
     if local.is_cpu:
         flags[index] = value
         return

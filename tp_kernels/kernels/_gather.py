@@ -23,7 +23,7 @@ import triton.language as tl
 
 from ._device import device_function, store_release
 from ._gemm import Tiling
-from ._rounds import length_of, receive, send, start_of
+from ._rounds import length_of, receive, send_to_peers, start_of
 from ._signals import CREDIT, DONE, FINISHED, READY, enter, leave, observe, publish, wait
 from .workspace import Division, Workspace
 
@@ -48,17 +48,19 @@ def plan_gather(
 
 @device_function
 def gather_rows(
-    x, out, small, larger, unit, most, part, channels, table, record, rank, timeout,
+    x, out, small, larger, unit, width, part, channels, table, record, rank, timeout,
     REPORT: tl.constexpr, OPERATION: tl.constexpr, WORLD: tl.constexpr, STRIDE: tl.constexpr,
     DEPTH: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """x [elements of this rank] -> out [elements of all ranks]; `part` elements of every rank in a round.
+    """x [own rows, width] -> out [rows, width]; `part` elements of every rank in a round.
 
-    small, larger, unit: see start_of, in elements. most: elements of the rank that has most.
+    small, larger, unit: see start_of, in rows.
     REPORT: whether programs of this launch wait for the rows.
     """
     channel = tl.program_id(0).to(tl.int64)
     me = tl.cast(rank, tl.int64)
+    small, unit = tl.cast(small, tl.int64) * width, tl.cast(unit, tl.int64) * width  # in elements
+    most = small + tl.minimum(larger, 1) * unit
     epoch, alive = enter(table, record, rank, channel, STRIDE, LANES)
     begin = epoch
     mine = start_of(me, small, larger, unit)
@@ -76,11 +78,10 @@ def gather_rows(
             mask = (offsets < my_length) & alive
             value = tl.load(x + first + offsets, mask=mask)
             tl.store(out + mine + first + offsets, value, mask=mask)
-            for step in range(1, WORLD):  # not all to the same rank at once
-                send(
-                    value, table, (rank + step) % WORLD, rank, channel, epoch, offsets, mask,
-                    WORLD, STRIDE, DEPTH, CHUNK,
-                )  # fmt: skip
+            send_to_peers(
+                value, table, rank, channel, epoch, offsets, mask,
+                WORLD, STRIDE, DEPTH, CHUNK,
+            )  # fmt: skip
         publish(table, rank, channel, READY, epoch, alive, WORLD, STRIDE, LANES)
         alive = observe(
             table, record, rank, channel, READY, epoch, alive, timeout,

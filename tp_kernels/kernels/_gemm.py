@@ -2,8 +2,8 @@
 
 Loads are plain pointers with masks, so any strides and sizes work; they are fast where 16 divides K, N and
 the strides that are not 1. From compute capability 9.0 they are those of the tensor memory accelerator where
-addresses and strides allow it: the same numbers with fewer registers. Left for later: warp specialisation,
-splitting K for few rows, and measured entries in the table below.
+addresses and strides allow it: the same numbers, mostly with fewer registers. Left for later: warp
+specialisation, splitting K for few rows, and measured entries in the table below.
 """
 
 from __future__ import annotations
@@ -229,6 +229,7 @@ def _loadable(tensors: Sequence[Tensor], contiguous: str) -> bool:
     unit, other = (1, 0) if contiguous == "inner" else (0, 1)
     return all(
         t.stride(unit) == 1
+        and t.stride(other) >= t.shape[unit]  # rows that overlap are no tensor to it
         and t.stride(other) * t.element_size() % TMA_BYTES == 0
         and t.data_ptr() % TMA_BYTES == 0
         for t in tensors

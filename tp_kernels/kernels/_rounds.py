@@ -20,6 +20,19 @@ def send(
 
 
 @device_function
+def send_to_peers(
+    value, table, rank, channel, epoch, offsets, mask,
+    WORLD: tl.constexpr, STRIDE: tl.constexpr, DEPTH: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """As send, to every peer."""
+    for step in range(1, WORLD):  # not all to the same rank at once
+        send(
+            value, table, (rank + step) % WORLD, rank, channel, epoch, offsets, mask,
+            WORLD, STRIDE, DEPTH, CHUNK,
+        )  # fmt: skip
+
+
+@device_function
 def receive(
     TYPE: tl.constexpr, table, source, rank, channel, epoch, offsets, mask,
     WORLD: tl.constexpr, STRIDE: tl.constexpr, DEPTH: tl.constexpr, CHUNK: tl.constexpr,

@@ -28,6 +28,8 @@ from __future__ import annotations
 
 import triton.language as tl
 
+from tp_kernels.comm.devices import MOST_RANKS as MOST_RANKS  # a word of READY and CREDIT for each
+
 from ._device import device_function, largest, load_acquire, nanoseconds, rest, store_release
 
 # Byte offsets in a channel: a word per peer, the epoch, and flags between programs of this rank (see
@@ -38,7 +40,6 @@ EPOCH = tl.constexpr(256)
 DONE = tl.constexpr(320)
 FINISHED = tl.constexpr(384)
 SIGNAL_BYTES = tl.constexpr(512)  # the buffers come after it
-MOST_RANKS = 32
 
 # int32 words of the record of a wait that expired.
 RECORD = ("state", "rank", "operation", "channel", "signal", "peer", "expected", "seen")

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ._device import device_function, narrow, widen
 from ._gemm import product
-from ._rounds import receive, send, start_of, sum_of_ranks
+from ._rounds import receive, send, send_to_peers, start_of, sum_of_ranks
 from ._signals import CREDIT, READY, observe, publish
 
 
@@ -82,11 +82,10 @@ def sum_tile(
         place = (first + row).to(tl.int64) * width + column
         tl.store(out + place, value, mask=inside & (column < width))
         if PASS_ON:
-            for step in range(1, WORLD):
-                send(
-                    value, table, (rank + step) % WORLD, rank, channel, onward, offsets, inside,
-                    WORLD, STRIDE, DEPTH, CHUNK,
-                )  # fmt: skip
+            send_to_peers(
+                value, table, rank, channel, onward, offsets, inside,
+                WORLD, STRIDE, DEPTH, CHUNK,
+            )  # fmt: skip
 
 
 @device_function

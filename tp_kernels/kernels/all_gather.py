@@ -27,13 +27,13 @@ def reference(xs: list[Tensor]) -> Tensor:
 
 @triton.jit(do_not_specialize=["rank", "timeout"])
 def gather(
-    x, out, small, larger, unit, most, part, table, record, rank, timeout,
+    x, out, small, larger, width, part, table, record, rank, timeout,
     OPERATION: tl.constexpr, WORLD: tl.constexpr, STRIDE: tl.constexpr, DEPTH: tl.constexpr,
     CHUNK: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """x [elements of this rank], out [elements of all ranks]; see gather_rows."""
+    """x [own rows, width], out [rows, width]; see gather_rows."""
     gather_rows(
-        x, out, small, larger, unit, most, part, tl.num_programs(0), table, record, rank, timeout,
+        x, out, small, larger, 1, width, part, tl.num_programs(0), table, record, rank, timeout,
         False, OPERATION, WORLD, STRIDE, DEPTH, CHUNK, LANES, BLOCK,
     )  # fmt: skip
 
@@ -78,10 +78,9 @@ def all_gather(
         programs,
         x.contiguous().view(-1).view(words),
         out.view(-1).view(words),
-        counts[-1] * width,
+        counts[-1],
         rows % world,
         width,
-        counts[0] * width,
         part,
         warps=WARPS,
         BLOCK=block,

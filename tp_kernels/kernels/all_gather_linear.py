@@ -73,10 +73,8 @@ def gather_and_multiply(
     none, another does that and sets the flags.
     """
     if tl.program_id(0) < senders:
-        most = tl.cast(small + tl.minimum(larger, 1) * unit, tl.int64) * inner
         gather_rows(
-            x, gathered, tl.cast(small, tl.int64) * inner, larger, tl.cast(unit, tl.int64) * inner,
-            most, part, channels, table, record, rank, timeout,
+            x, gathered, small, larger, unit, inner, part, channels, table, record, rank, timeout,
             True, OPERATION, WORLD, STRIDE, DEPTH, CHUNK, LANES, BLOCK,
         )  # fmt: skip
     else:

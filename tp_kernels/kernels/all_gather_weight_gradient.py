@@ -57,10 +57,8 @@ def gather_and_accumulate(
     small, larger, unit: see start_of; senders: as in all_gather_linear. ROWS: of a segment. ADD: to out.
     """
     if tl.program_id(0) < senders:
-        most = tl.cast(small + tl.minimum(larger, 1) * unit, tl.int64) * inner
         gather_rows(
-            x, gathered, tl.cast(small, tl.int64) * inner, larger, tl.cast(unit, tl.int64) * inner,
-            most, part, channels, table, record, rank, timeout,
+            x, gathered, small, larger, unit, inner, part, channels, table, record, rank, timeout,
             True, OPERATION, WORLD, STRIDE, DEPTH, CHUNK, LANES, BLOCK,
         )  # fmt: skip
     else:

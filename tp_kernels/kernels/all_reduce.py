@@ -18,7 +18,7 @@ from torch import Tensor
 from tp_kernels.comm.errors import ShapeError, UnsupportedError
 
 from ._device import narrow
-from ._rounds import receive, send, sum_of_ranks
+from ._rounds import receive, send, send_to_peers, sum_of_ranks
 from ._signals import CREDIT, READY, enter, leave, observe, publish
 from .workspace import WARPS, Workspace, check_operand, result_like, tile
 
@@ -56,11 +56,10 @@ def one_shot(
             offsets = start + tl.arange(0, BLOCK)
             mask = (offsets < length) & alive
             value = tl.load(x + first + offsets, mask=mask)
-            for step in range(1, WORLD):  # not all to the same rank at once
-                send(
-                    value, table, (rank + step) % WORLD, rank, channel, epoch, offsets, mask,
-                    WORLD, STRIDE, DEPTH, CHUNK,
-                )  # fmt: skip
+            send_to_peers(
+                value, table, rank, channel, epoch, offsets, mask,
+                WORLD, STRIDE, DEPTH, CHUNK,
+            )  # fmt: skip
         publish(table, rank, channel, READY, epoch, alive, WORLD, STRIDE, LANES)
         alive = observe(
             table, record, rank, channel, READY, epoch, alive, timeout,
@@ -129,11 +128,10 @@ def two_shots(
             )
             value = narrow(total, own.dtype.scalar)
             tl.store(out + mine + offsets, value, mask=mask)
-            for step in range(1, WORLD):
-                send(
-                    value, table, (rank + step) % WORLD, rank, channel, epoch, offsets, mask,
-                    WORLD, STRIDE, DEPTH, CHUNK,
-                )  # fmt: skip
+            send_to_peers(
+                value, table, rank, channel, epoch, offsets, mask,
+                WORLD, STRIDE, DEPTH, CHUNK,
+            )  # fmt: skip
         publish(table, rank, channel, READY, epoch, alive, WORLD, STRIDE, LANES)
         publish(table, rank, channel, CREDIT, scattered, alive, WORLD, STRIDE, LANES)
         alive = observe(

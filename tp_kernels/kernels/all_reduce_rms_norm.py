@@ -17,7 +17,7 @@ from torch import Tensor
 from tp_kernels.comm.errors import ShapeError, UnsupportedError
 
 from ._device import device_function, narrow, widen
-from ._rounds import receive, send, sum_of_ranks
+from ._rounds import receive, send, send_to_peers, sum_of_ranks
 from ._signals import CREDIT, READY, enter, leave, observe, publish
 from .all_reduce import ONE_SHOT_BYTES
 from .workspace import WARPS, Workspace, check_operand, tile
@@ -89,11 +89,10 @@ def one_shot(
             offsets = place + tl.arange(0, BLOCK)
             mask = (offsets < length) & alive
             value = tl.load(x + first * width + offsets, mask=mask)
-            for step in range(1, WORLD):  # not all to the same rank at once
-                send(
-                    value, table, (rank + step) % WORLD, rank, channel, epoch, offsets, mask,
-                    WORLD, STRIDE, DEPTH, CHUNK,
-                )  # fmt: skip
+            send_to_peers(
+                value, table, rank, channel, epoch, offsets, mask,
+                WORLD, STRIDE, DEPTH, CHUNK,
+            )  # fmt: skip
         publish(table, rank, channel, READY, epoch, alive, WORLD, STRIDE, LANES)
         alive = observe(
             table, record, rank, channel, READY, epoch, alive, timeout,
@@ -173,11 +172,10 @@ def two_shots(
                 )  # fmt: skip
                 value = _add_to_row(total, bias, residual, columns, at, mask, TYPE)
                 tl.store(s + at + columns, value, mask=mask)
-                for step in range(1, WORLD):
-                    send(
-                        value, table, (rank + step) % WORLD, rank, channel, epoch,
-                        row * width + columns, mask, WORLD, STRIDE, DEPTH, CHUNK,
-                    )  # fmt: skip
+                send_to_peers(
+                    value, table, rank, channel, epoch, row * width + columns, mask,
+                    WORLD, STRIDE, DEPTH, CHUNK,
+                )  # fmt: skip
                 squares += widen(value) * widen(value)
             _norm_row(squares, s, weight, y, at, width, epsilon, alive, BLOCK)
         publish(table, rank, channel, READY, epoch, alive, WORLD, STRIDE, LANES)

@@ -228,7 +228,7 @@ def by_switch(
                 OPERATION, WORLD, STRIDE, LANES,
             )  # fmt: skip
             own = buffer(TYPE, table, rank, channel, sent, 0, WORLD, STRIDE, DEPTH, CHUNK)
-            # All of it: beyond the rows are copies of the last one, which nobody copies.
+            # All of it, as the switch sums all of it; what is beyond the rows goes no further.
             tl.store(own + m[:, None] * BLOCK_N + n[None, :], narrow(partial, TYPE), mask=alive)
             publish(table, rank, channel, READY, sent, alive, WORLD, STRIDE, LANES)
         if (turn > 0) & (turn <= turns):

@@ -13,7 +13,8 @@ go through the same buffers in more rounds, so nothing ever grows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +54,13 @@ def tile(dtype: torch.dtype) -> int:
     return 32 * WARPS * 16 // dtype.itemsize
 
 
-def scratch(nbytes: int, alignment: int, stream: int | None) -> Tensor:
+def with_scratch(launch: Callable[..., Any], *arguments: Any, **constants: Any) -> None:
+    """Call `launch` with memory for the tensor descriptors that kernels make."""
+    triton.set_allocator(_scratch)
+    launch(*arguments, **constants)
+
+
+def _scratch(nbytes: int, alignment: int, stream: int | None) -> Tensor:
     """Memory of a launch on the current device; what comes after it in the stream may get it again."""
     return torch.empty(nbytes, dtype=torch.uint8, device="cuda")
 
@@ -253,9 +260,10 @@ class Workspace:
             self.check()
         else:
             check_device(f"{operation} on rank {self.rank}", self.table.device)
-        if constants.get("TMA"):
-            triton.set_allocator(scratch)  # for descriptors that kernels make
-        kernel[(programs,)](
+        # In a context of its own, or a caller's other kernels would get their memory from here as well.
+        copy_context().run(
+            with_scratch,
+            kernel[(programs,)],
             *arguments,
             self.table,
             self.record,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_kernels.comm.errors import ShapeError, UnsupportedError
+from tp_kernels.comm.errors import UnsupportedError
 from tp_kernels.comm.group import ParallelGroup
 from tp_kernels.comm.regions import new_region
 
@@ -111,12 +111,7 @@ def launch(group: ParallelGroup, like: Tensor, kernel: str, *args: Any, **option
         if own is None:
             with torch.inference_mode(False):  # or training could not write to what inference made
                 own = group.workspaces[device] = GroupWorkspace(group, like)
-        try:
-            return own.launch(kernel, *args, **options)
-        except (ShapeError, UnsupportedError) as refusal:
-            # What all ranks would refuse has been refused by now; so the peers may be waiting.
-            group.fail(f"{kernel}: {refusal}")
-            raise
+        return own.launch(kernel, *args, **options)
 
 
 def agree(
