@@ -25,7 +25,7 @@ TALL = [(1, 3), (13, 3)]
 MUTANTS = (
     Mutant(
         "slope_of_silu",
-        "gated._activate",
+        "_activation.value_and_slope",
         (("slope = s * (1.0 + x * rest)", "slope = s * (1.0 + rest)"),),
         *(*GATED, ("silu", WIDE, "plain"), 1),
     ),
@@ -49,7 +49,7 @@ MUTANTS = (
     ),
     Mutant(
         "sigmoid_overflows",
-        "gated._sigmoids",
+        "_activation.sigmoids",
         (
             ("tl.exp(-tl.abs(x))", "tl.exp(-x)"),
             ("tl.where(x >= 0, above, below), tl.where(x >= 0, below, above)", "above, below"),
@@ -58,7 +58,7 @@ MUTANTS = (
     ),
     Mutant(
         "zero_times_infinity",
-        "gated._activate",
+        "_activation.value_and_slope",
         (("tl.where(s * rest == 0, 0.0, bend)", "bend"),),
         *(*FAR, 1),
     ),

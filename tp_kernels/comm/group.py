@@ -271,9 +271,7 @@ class ParallelGroup:
         """Raise what `failure` of an operation means, and tell the peers if they have to know."""
         self.check_open(operation)
         error: Exception
-        if isinstance(
-            failure, CollectiveTimeoutError
-        ):  # of a kernel: its signals are lost for good
+        if isinstance(failure, CollectiveTimeoutError):  # of a kernel, whose signals are lost
             error = error_from_kernel(failure, self, operation)
         elif isinstance(failure, TpKernelsError):
             raise failure

@@ -1,4 +1,4 @@
-"""Activations in the epilogue of a product: what torch makes of a rounded result, without storing it before.
+"""Activations, with their slopes; and in the epilogue of a product, without storing its result before:
 
     y = round(act(round(x W^T + b)))      act in float32, as torch computes it for 16-bit tensors
 
@@ -27,24 +27,42 @@ TORCH: dict[str | None, Callable[[Tensor], Tensor]] = {
 
 
 @device_function
+def sigmoids(x):
+    """(s(x), s(-x)), neither of which overflows or cancels."""
+    small = tl.exp(-tl.abs(x))
+    above, below = 1.0 / (1.0 + small), small / (1.0 + small)
+    return tl.where(x >= 0, above, below), tl.where(x >= 0, below, above)
+
+
+@device_function
+def value_and_slope(x, ACTIVATION: tl.constexpr):
+    """(act(x), act'(x)) of float32, for the formulas in gated.py."""
+    if ACTIVATION == "silu":
+        s, rest = sigmoids(x)
+        value = x * s
+        slope = s * (1.0 + x * rest)
+    elif ACTIVATION == "gelu_tanh":
+        square = x * x
+        s, rest = sigmoids(1.5957691216057308 * x * (1.0 + 0.044715 * square))
+        value = x * s
+        bend = s * rest * 1.5957691216057308 * x * (1.0 + 0.134145 * square)
+        slope = s + tl.where(s * rest == 0, 0.0, bend)  # the square may be infinite
+    else:
+        s = 0.5 * (1.0 + tl.erf(0.7071067811865476 * x))
+        value = x * s
+        slope = s + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    return value, slope
+
+
+@device_function
 def activate(value, TYPE: tl.constexpr, ACTIVATION: tl.constexpr):
     """ACTIVATION of a float32 `value` rounded to TYPE, rounded again."""
     rounded = narrow(value, TYPE)
     if ACTIVATION is None:
         return rounded
     x = widen(rounded)
-    if ACTIVATION == "gelu":
-        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif ACTIVATION == "gelu_tanh":
-        # 0.5 (1 + tanh(u)) is the logistic function of 2 u.
-        y = x * logistic(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    elif ACTIVATION == "silu":
-        y = x * logistic(x)
-    else:
+    if ACTIVATION == "relu":
         y = tl.where(x > 0, x, tl.where(x != x, x, 0.0))  # NaN stays
+    else:
+        y, _ = value_and_slope(x, ACTIVATION)
     return narrow(y, TYPE)
-
-
-@device_function
-def logistic(x):
-    return 1.0 / (1.0 + tl.exp(-x))

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from tp_kernels.comm.errors import ShapeError, UnsupportedError
 
-from ._device import device_function, narrow, widen
+from ._activation import value_and_slope
+from ._device import narrow, widen
 from ._launch import check_alike, launch, rows_of, tile_at, tiles, tiling
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
@@ -40,34 +41,6 @@ def reference(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
     return (active * up.float()).to(gate.dtype)
 
 
-@device_function
-def _sigmoids(x):
-    """(s(x), s(-x)), neither of which overflows or cancels."""
-    small = tl.exp(-tl.abs(x))
-    above, below = 1.0 / (1.0 + small), small / (1.0 + small)
-    return tl.where(x >= 0, above, below), tl.where(x >= 0, below, above)
-
-
-@device_function
-def _activate(x, ACTIVATION: tl.constexpr):
-    """(act(x), act'(x)) of float32."""
-    if ACTIVATION == "silu":
-        s, rest = _sigmoids(x)
-        value = x * s
-        slope = s * (1.0 + x * rest)
-    elif ACTIVATION == "gelu_tanh":
-        square = x * x
-        s, rest = _sigmoids(1.5957691216057308 * x * (1.0 + 0.044715 * square))
-        value = x * s
-        bend = s * rest * 1.5957691216057308 * x * (1.0 + 0.134145 * square)
-        slope = s + tl.where(s * rest == 0, 0.0, bend)  # the square may be infinite
-    else:
-        s = 0.5 * (1.0 + tl.erf(0.7071067811865476 * x))
-        value = x * s
-        slope = s + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
-    return value, slope
-
-
 @triton.jit
 def forward(
     gate, up, y, rows, width, gate_row, up_row,
@@ -77,7 +50,7 @@ def forward(
     row, column, mask = tile_at(rows, width, ROWS, COLUMNS)
     x = widen(tl.load(gate + row * gate_row + column, mask=mask, other=0.0))
     factor = widen(tl.load(up + row * up_row + column, mask=mask, other=0.0))
-    value, _slope = _activate(x, ACTIVATION)
+    value, _slope = value_and_slope(x, ACTIVATION)
     tl.store(y + row * width + column, narrow(value * factor, y.dtype.element_ty), mask=mask)
 
 
@@ -92,7 +65,7 @@ def backward(
     x = widen(tl.load(gate + row * gate_row + column, mask=mask, other=0.0))
     factor = widen(tl.load(up + row * up_row + column, mask=mask, other=0.0))
     gradient = widen(tl.load(dy + row * dy_row + column, mask=mask, other=0.0))
-    value, slope = _activate(x, ACTIVATION)
+    value, slope = value_and_slope(x, ACTIVATION)
     at = row * d_row + column
     tl.store(d_gate + at, narrow(gradient * factor * slope, TYPE), mask=mask)
     tl.store(d_up + at, narrow(gradient * value, TYPE), mask=mask)
