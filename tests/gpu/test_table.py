@@ -9,7 +9,7 @@ import torch
 
 from tests.gpu import local
 from tests.gpu.entry import Answer, draw, faults, on_device, tensors
-from tests.gpu.processes import CASES, call_ops, exchange
+from tests.gpu.processes import CASES, call_ops, exchange, gather_by_copies
 from tests.gpu.table import DTYPES, KERNELS
 from tests.oracle import OPERATIONS, digest
 
@@ -32,6 +32,10 @@ def run_local(name: str) -> None:
         mock.patch.object(local, "HEADS", local.HEADS[:1]),
     ):
         local.FUNCTIONS[name]("cpu")
+
+
+def test_rows_by_copies(interpreted):
+    assert interpreted(2).run(gather_by_copies, "cpu", shapes=1) == [[], []]
 
 
 def test_ops_of_the_small_cases(interpreted):
