@@ -1,0 +1,102 @@
+// Shapes of a product: which tiles, by how many threads, through how much shared memory.
+#pragma once
+
+#include "hopper.h"
+#include "tpk/order.h"
+
+namespace tpk::device {
+
+inline constexpr int kMostPairs = 4;
+
+// Pairs of operands a [M, K] and b [N, K] of one dtype and layout.
+struct Operands {
+  TensorMap a[kMostPairs];
+  TensorMap b[kMostPairs];
+  std::int64_t k[kMostPairs];
+};
+
+// A block of the result.
+struct Tile {
+  std::int64_t row;         // of a
+  std::int64_t column;      // row of b
+  std::int64_t rows;        // of the result in it; none: nothing is multiplied
+  std::int32_t pair, stop;  // pairs whose products are summed
+};
+
+// Three warpgroups: one loads, two multiply. They share a tile (`kTeams` 1, cooperative): the largest
+// tiles, so the fewest loads. Or each has tiles of its own (2, ping-pong): while one multiplies, the
+// other stores, and there are twice as many tiles to divide over the multiprocessors.
+template <class Number_, Major kMajorA_, Major kMajorB_, int kM_, int kN_, int kTeams_, int kStages_>
+struct Config {
+  using Number = Number_;
+  static constexpr Major kMajorA = kMajorA_, kMajorB = kMajorB_;
+  static constexpr int kM = kM_, kN = kN_, kTeams = kTeams_, kStages = kStages_;
+  static constexpr int kGroups = 2 / kTeams;  // warpgroups that share a tile
+  static constexpr int kAtoms = kM / kGroups / 64;
+  static constexpr int kTeamThreads = 128 * kGroups;
+  static constexpr int kThreads = 3 * 128;
+  static constexpr int kStageBytes = (kM + kN) * kBlockK * 2;
+  // Sums leave by way of shared memory, so many columns of 16 rows of a warp at a time.
+  static constexpr int kSlice = kN < 64 ? kN : 64;
+  // 16 bytes more than a row: eight rows, written at the same time, lie in different banks.
+  static constexpr int kSlicePitch = kSlice * 2 + 16;
+
+  static_assert(kTeams == 1 || kTeams == 2);
+  static_assert(kAtoms * kGroups * 64 == kM && kM <= 256 && kN <= 256 && kN % kSlice == 0);
+  static_assert(kMajorB == Major::K || kN % 64 == 0);
+};
+
+template <class Config>
+struct Shared {
+  alignas(kSwizzleBytes) std::byte a[Config::kStages][Config::kM * kBlockK * 2];
+  alignas(kSwizzleBytes) std::byte b[Config::kStages][Config::kN * kBlockK * 2];
+  alignas(16) std::byte slices[8][16 * Config::kSlicePitch];
+  Barrier full[Config::kStages];
+  Barrier empty[Config::kStages];
+  Barrier turn[2];                     // of a team, to multiply
+  std::int32_t alive[Config::kStages];  // whether what was loaded may be used
+  std::int32_t failed[2];              // see gemm_sm90/send.h
+};
+// Of a multiprocessor of sm_90, for one block.
+inline constexpr int kMostSharedBytes = 227 << 10;
+
+// A stage of the pipeline, and the parity of its phase.
+template <int kStages>
+struct Place {
+  int stage = 0;
+  std::uint32_t parity = 0;
+
+  TPK_DEVICE void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  TPK_DEVICE void advance(std::int64_t stages) {
+    const std::int64_t to = stage + stages;
+    stage = static_cast<int>(to % kStages);
+    parity ^= static_cast<std::uint32_t>(to / kStages) & 1;
+  }
+};
+
+// Stages that the products of a tile go through.
+TPK_DEVICE std::int64_t stages_of(const Operands& operands, const Tile& tile) {
+  if (tile.rows <= 0) return 0;
+  std::int64_t stages = 0;
+  for (int pair = tile.pair; pair < tile.stop; ++pair) stages += ceil_div(operands.k[pair], kBlockK);
+  return stages;
+}
+
+// (row block, column block) of `index`: down the rows of a band, then to the next column block, so that
+// what is multiplied at the same time shares rows and columns.
+inline constexpr int kBand = 16;
+struct Cell {
+  std::int64_t row, column;
+};
+TPK_DEVICE Cell cell(std::int64_t index, std::int64_t rows, std::int64_t columns) {
+  const std::int64_t band = index / (kBand * columns), rest = index % (kBand * columns);
+  const std::int64_t height = smaller(rows - band * kBand, kBand);
+  return {band * kBand + rest % height, rest / height};
+}
+
+}  // namespace tpk::device

@@ -1,0 +1,113 @@
+// Operands, results and bounds for tests of the products in csrc/cuda/gemm_sm90.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <iostream>
+#include <memory>
+#include <random>
+#include <type_traits>
+#include <vector>
+
+#include "check.h"
+#include "gemm_sm90/mainloop.h"
+
+namespace tpk::test {
+
+using namespace tpk::device;
+
+using Random = std::minstd_rand;
+
+// A matrix [rows, k] of 16-bit numbers, either dimension contiguous, in memory that begins on 16 bytes.
+// Between the lines there is NaN, which a product must not read.
+template <class Number>
+class Matrix {
+ public:
+  Matrix(std::int64_t rows, std::int64_t k, Major major, Random& random)
+      : rows_(rows), k_(k), major_(major) {
+    const std::int64_t inner = major == Major::K ? k : rows;
+    pitch_ = (inner + 7) / 8 * 8 + 8;
+    memory_.assign((major == Major::K ? rows : k) * pitch_, 0xffff);
+    std::uniform_real_distribution<float> value(-1, 1);
+    for (std::int64_t row = 0; row < rows; ++row) {
+      for (std::int64_t i = 0; i < k; ++i) bits(row, i) = Number::narrow(value(random));
+    }
+  }
+
+  std::int64_t rows() const { return rows_; }
+  std::int64_t k() const { return k_; }
+  std::uint16_t& bits(std::int64_t row, std::int64_t i) {
+    return memory_[major_ == Major::K ? row * pitch_ + i : i * pitch_ + row];
+  }
+  double at(std::int64_t row, std::int64_t i) const {
+    return Number::widen(const_cast<Matrix*>(this)->bits(row, i));
+  }
+  // For loads of blocks of `block` rows.
+  TensorMap map(int block) const {
+    if (major_ == Major::K) return {memory_.data(), k_, rows_, pitch_, kBlockK, block};
+    return {memory_.data(), rows_, k_, pitch_, 64, kBlockK};
+  }
+
+ private:
+  std::int64_t rows_, k_;
+  Major major_;
+  std::int64_t pitch_;
+  std::vector<std::uint16_t> memory_;
+};
+
+// What a result may be.
+struct Near {
+  double value = 0;
+  double magnitude = 0;  // sum of the sizes of the summands
+
+  template <class Number>
+  void add(const Matrix<Number>& a, std::int64_t row, const Matrix<Number>& b, std::int64_t column) {
+    for (std::int64_t i = 0; i < a.k(); ++i) {
+      value += a.at(row, i) * b.at(column, i);
+      magnitude += std::abs(a.at(row, i) * b.at(column, i));
+    }
+  }
+  // Rounded once from a float32 sum, or `roundings` times.
+  template <class Number>
+  bool holds(std::uint16_t bits, int roundings = 1) const {
+    const double unit = std::is_same_v<Number, simt::Bfloat16> ? 0x1p-8 : 0x1p-11;
+    const double error = std::abs(Number::widen(bits) - value);
+    return error <= roundings * unit * std::abs(value) * 1.01 + 0x1p-20 * magnitude + 0x1p-24;
+  }
+};
+
+// Memory that begins `offset` numbers after 16 bytes, full of NaN, with guards around it.
+class Poisoned {
+ public:
+  explicit Poisoned(std::int64_t size, int offset = 0)
+      : memory_(size + 16 + 2 * kGuard, 0xffff), size_(size) {
+    std::uint16_t* first = memory_.data() + kGuard;
+    while (reinterpret_cast<std::uintptr_t>(first) % 16) ++first;
+    data_ = first + offset;
+  }
+  std::uint16_t* data() { return data_; }
+  std::uint16_t operator[](std::int64_t i) const { return data_[i]; }
+  void check_guards() const {
+    for (const std::uint16_t& word : memory_) {
+      if (&word < data_ || &word >= data_ + size_) CHECK_EQUAL(word, 0xffff);
+    }
+  }
+
+ private:
+  static constexpr int kGuard = 512;
+  std::vector<std::uint16_t> memory_;
+  std::int64_t size_;
+  std::uint16_t* data_;
+};
+
+template <class Config, class Policy>
+void run_blocks(int blocks, std::uint64_t seed, const Operands& operands,
+                const typename Policy::Arguments& arguments) {
+  simt::run({blocks, Config::kThreads, sizeof(Shared<Config>), seed},
+            [&] { run_products<Config>(operands, Policy(arguments)); });
+}
+
+}  // namespace tpk::test
