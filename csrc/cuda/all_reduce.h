@@ -39,8 +39,8 @@ TPK_DEVICE void all_reduce_one_shot(const std::byte* x, std::byte* out, std::int
     if (!permitted) return;
     publish(c, kReady, c.epoch);
     if (!observe(c, kReady, c.epoch)) return;
-    sum_lines<Number>(c, c.epoch, x + first, length, [&](std::int32_t i, const Line& line) {
-      store_line<Piece>(out + first + i * kLineBytes, length - i * kLineBytes, line);
+    sum_lines<Number>(c, c.epoch, 0, x + first, length, [&](std::int32_t i, const float* sum) {
+      store_line<Piece>(out + first + i * kLineBytes, length - i * kLineBytes, narrow<Number>(sum));
     });
     publish(c, kCredit, c.epoch);
   }
@@ -76,7 +76,8 @@ TPK_DEVICE void all_reduce_two_shots(const std::byte* x, std::byte* out, std::in
     if (!observe(c, kCredit, earlier(c.epoch, w.depth))) return;
     const std::int64_t mine = first + w.rank * std::int64_t{part};
     const std::int32_t my_length = length_of(bytes, mine, part);
-    sum_lines<Number>(c, scattered, x + mine, my_length, [&](std::int32_t i, const Line& line) {
+    sum_lines<Number>(c, scattered, 0, x + mine, my_length, [&](std::int32_t i, const float* sum) {
+      const Line line = narrow<Number>(sum);
       store_to_peers(c, c.epoch, i, line);
       store_line<Piece>(out + mine + i * kLineBytes, my_length - i * kLineBytes, line);
     });

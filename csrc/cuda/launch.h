@@ -16,7 +16,7 @@ struct Grid {
   cudaStream_t stream;
 };
 
-inline constexpr int kMostThreads = 512;  // of a block: leaves each 128 registers
+inline constexpr int kMostThreads = 384;  // of a block: leaves each 168 registers
 
 inline std::runtime_error launch_error(const char* kernel, const Grid& grid, cudaError_t error) {
   return std::runtime_error(std::string(kernel) + " with " + std::to_string(grid.blocks) + " blocks of " +

@@ -6,35 +6,32 @@
 
 namespace tpk::device {
 
-// Ranks whose lines are loaded before the first is added, and lines of a rank: what a thread has under way.
-inline constexpr int kRanksTogether = 8;
-inline constexpr int kLinesTogether = 2;
-
-template <class Number>
+template <class Number, int kLines>
 struct Totals {
-  float values[kLinesTogether][kPerLine<Number>];
+  float values[kLines][kPerLine<Number>];
 };
 
 // float32 sums over the ranks, in rank order, of lines first, first + stride, ... below `count`: those of this
-// rank are `own`, the others have come in round `epoch`.
-template <class Number>
-TPK_DEVICE Totals<Number> sum_of_ranks(const Channel& c, std::int32_t epoch, std::int32_t first,
-                                       std::int32_t stride, std::int32_t count, const Line* own) {
+// rank are `own`, the others have come in round `epoch`. Lines of kRanks ranks are loaded before one is added.
+template <class Number, int kRanks, int kLines>
+TPK_DEVICE Totals<Number, kLines> sum_of_ranks(const Channel& c, std::int32_t epoch,
+                                               std::int32_t first, std::int32_t stride,
+                                               std::int32_t count, const Line* own) {
   const Workspace& w = c.workspace;
-  Totals<Number> totals;
+  Totals<Number, kLines> totals;
   TPK_UNROLL
-  for (int k = 0; k < kLinesTogether; ++k) {
+  for (int k = 0; k < kLines; ++k) {
     TPK_UNROLL
     for (float& value : totals.values[k]) value = -0.0f;  // what keeps the sign of a zero
   }
-  for (int base = 0; base < w.world; base += kRanksTogether) {
-    Line parts[kRanksTogether][kLinesTogether];
+  for (int base = 0; base < w.world; base += kRanks) {
+    Line parts[kRanks][kLines];
     TPK_UNROLL
-    for (int r = 0; r < kRanksTogether; ++r) {
+    for (int r = 0; r < kRanks; ++r) {
       if (base + r >= w.world) continue;
       const std::byte* chunk = buffer(w, w.rank, c.index, epoch, base + r);
       TPK_UNROLL
-      for (int k = 0; k < kLinesTogether; ++k) {
+      for (int k = 0; k < kLines; ++k) {
         const std::int64_t line = first + k * stride;
         parts[r][k] = own[k];
         if (line < count && base + r != w.rank) {
@@ -43,10 +40,10 @@ TPK_DEVICE Totals<Number> sum_of_ranks(const Channel& c, std::int32_t epoch, std
       }
     }
     TPK_UNROLL
-    for (int r = 0; r < kRanksTogether; ++r) {
+    for (int r = 0; r < kRanks; ++r) {
       if (base + r >= w.world) continue;
       TPK_UNROLL
-      for (int k = 0; k < kLinesTogether; ++k) {
+      for (int k = 0; k < kLines; ++k) {
         float values[kPerLine<Number>];
         widen<Number>(parts[r][k], values);
         TPK_UNROLL
@@ -57,26 +54,38 @@ TPK_DEVICE Totals<Number> sum_of_ranks(const Channel& c, std::int32_t epoch, std
   return totals;
 }
 
-// Calls take(i, sum over the ranks of line i, rounded) for every line i of a message of this rank of `bytes`
-// bytes from `own` on, in this thread's turn.
-template <class Number, class Take>
-TPK_DEVICE void sum_lines(const Channel& c, std::int32_t epoch, const std::byte* own,
-                          std::int32_t bytes, Take take) {
+template <class Number, int kRanks, int kLines, class Take>
+TPK_DEVICE void sum_lines_of(const Channel& c, std::int32_t epoch, std::int32_t chunk_line,
+                             const std::byte* own, std::int32_t bytes, Take take) {
   const std::int32_t threads = block_threads();
   const std::int32_t count = lines_of(bytes);
-  for (std::int32_t first = thread_index(); first < count; first += kLinesTogether * threads) {
-    Line mine[kLinesTogether];
+  for (std::int32_t first = thread_index(); first < count; first += kLines * threads) {
+    Line mine[kLines];
     TPK_UNROLL
-    for (int k = 0; k < kLinesTogether; ++k) {
+    for (int k = 0; k < kLines; ++k) {
       const std::int32_t at = (first + k * threads) * kLineBytes;
       mine[k] = load_line<typename Number::Piece>(own + at, bytes - at);
     }
-    const Totals<Number> totals = sum_of_ranks<Number>(c, epoch, first, threads, count, mine);
+    const auto totals = sum_of_ranks<Number, kRanks, kLines>(c, epoch, chunk_line + first, threads,
+                                                             chunk_line + count, mine);
     TPK_UNROLL
-    for (int k = 0; k < kLinesTogether; ++k) {
+    for (int k = 0; k < kLines; ++k) {
       const std::int32_t i = first + k * threads;
-      if (i < count) take(i, narrow<Number>(totals.values[k]));
+      if (i < count) take(i, totals.values[k]);
     }
+  }
+}
+
+// Calls take(i, float32 sums over the ranks of line i) for every line i of a message of `bytes` bytes, in
+// this thread's turn: this rank's are at `own`, the others from line `chunk_line` of their chunks on.
+template <class Number, class Take>
+TPK_DEVICE void sum_lines(const Channel& c, std::int32_t epoch, std::int32_t chunk_line,
+                          const std::byte* own, std::int32_t bytes, Take take) {
+  // As many loads under way with few ranks as with many.
+  if (c.workspace.world <= 4) {
+    sum_lines_of<Number, 4, 2>(c, epoch, chunk_line, own, bytes, take);
+  } else {
+    sum_lines_of<Number, 8, 1>(c, epoch, chunk_line, own, bytes, take);
   }
 }
 

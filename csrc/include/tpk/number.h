@@ -26,6 +26,7 @@ struct alignas(kLineBytes) Line {
 
 #define TPK_NUMBER_CODE __device__ __forceinline__
 #define TPK_UNROLL _Pragma("unroll")
+#define TPK_NO_UNROLL _Pragma("unroll 1")
 
 TPK_NUMBER_CODE std::uint32_t as_bits(float value) { return __float_as_uint(value); }
 TPK_NUMBER_CODE float as_float(std::uint32_t bits) { return __uint_as_float(bits); }
@@ -64,6 +65,7 @@ struct Float16 {
 
 #define TPK_NUMBER_CODE inline
 #define TPK_UNROLL
+#define TPK_NO_UNROLL
 
 inline std::uint32_t as_bits(float value) { return bits_of(value); }
 inline float as_float(std::uint32_t bits) { return float_of(bits); }
