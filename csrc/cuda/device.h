@@ -63,6 +63,10 @@ TPK_DEVICE std::int32_t load_relaxed(const std::int32_t* word) {
   asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
   return value;
 }
+// What no kernel writes.
+TPK_DEVICE std::int64_t load_constant(const std::int64_t* word) {
+  return __ldg(reinterpret_cast<const long long*>(word));
+}
 // True for the one who turns the word from `expected` into `value`.
 TPK_DEVICE bool claim(std::int32_t* word, std::int32_t expected, std::int32_t value) {
   std::int32_t before;
@@ -71,6 +75,16 @@ TPK_DEVICE bool claim(std::int32_t* word, std::int32_t expected, std::int32_t va
                : "l"(word), "r"(expected), "r"(value)
                : "memory");
   return before == expected;
+}
+
+// Plain data, by the widest access that sizeof(T) allows.
+template <class T>
+TPK_DEVICE T load(const std::byte* at) {
+  return *reinterpret_cast<const T*>(at);
+}
+template <class T>
+TPK_DEVICE void store(std::byte* at, const T& value) {
+  *reinterpret_cast<T*>(at) = value;
 }
 
 TPK_DEVICE std::int64_t nanoseconds() {
@@ -100,12 +114,15 @@ using simt::block_index;
 using simt::block_threads;
 using simt::claim;
 using simt::grid_blocks;
+using simt::load;
 using simt::load_acquire;
+using simt::load_constant;
 using simt::load_relaxed;
 using simt::nanoseconds;
 using simt::release_successor;
 using simt::rest;
 using simt::shared_memory;
+using simt::store;
 using simt::store_release;
 using simt::sync_block;
 using simt::sync_block_or;

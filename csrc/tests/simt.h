@@ -12,7 +12,9 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <random>
@@ -219,6 +221,13 @@ inline void sync_block() { block().sync(0, block().launch().threads); }
 inline bool sync_block_or(bool value) { return block().sync_or(value); }
 inline void sync_threads(int id, int count) { block().sync(id, count); }
 
+template <class T>
+void check_alignment(const std::byte* at) {
+  if (reinterpret_cast<std::uintptr_t>(at) % alignof(T) == 0) return;
+  std::fprintf(stderr, "access of %zu bytes at %p\n", sizeof(T), static_cast<const void*>(at));
+  std::abort();
+}
+
 template <class Word>
 auto& atomic(Word* word) {
   using Value = std::remove_const_t<Word>;
@@ -243,6 +252,22 @@ inline std::int32_t load_relaxed(const std::int32_t* word) {
 }
 inline bool claim(std::int32_t* word, std::int32_t expected, std::int32_t value) {
   return atomic(word).compare_exchange_strong(expected, value, std::memory_order_relaxed);
+}
+
+inline std::int64_t load_constant(const std::int64_t* word) { return *word; }
+
+// Objects of the caller are of other types; and not aligned, this is an error as on a GPU.
+template <class T>
+T load(const std::byte* at) {
+  check_alignment<T>(at);
+  T value;
+  std::memcpy(&value, at, sizeof(T));
+  return value;
+}
+template <class T>
+void store(std::byte* at, const T& value) {
+  check_alignment<T>(at);
+  std::memcpy(at, &value, sizeof(T));
 }
 
 inline std::int64_t nanoseconds() {
