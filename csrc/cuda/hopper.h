@@ -8,31 +8,21 @@
 #include <utility>
 
 #include "device.h"
+#include "tpk/number.h"
 
 #if defined(__CUDACC__)
 #include <cuda.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #include <cute/arch/copy_sm90_desc.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/arch/mma_sm90_gmma.hpp>
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
-#define TPK_UNROLL _Pragma("unroll")
-#define TPK_NO_UNROLL _Pragma("unroll 1")
 #else
 #include "simt_hopper.h"
-#define TPK_UNROLL
-#define TPK_NO_UNROLL
 #endif
 
 namespace tpk::device {
-
-// Eight 16-bit numbers, moved at a time.
-struct alignas(16) Vector {
-  std::uint32_t pair[4];
-};
 
 // Which dimension of an operand is contiguous: that of the sum (K), or its rows.
 enum class Major { K, MN };
@@ -62,37 +52,10 @@ inline constexpr std::uint32_t kAtomBytes = 64 * 128;
 
 using TensorMap = CUtensorMap;
 
-struct Bfloat16 {
-  static constexpr bool kIsBfloat16 = true;
-  static TPK_DEVICE float widen(std::uint16_t bits) { return __uint_as_float(std::uint32_t{bits} << 16); }
-  // `low` in the lower half, both rounded to nearest even.
-  static TPK_DEVICE std::uint32_t pack(float low, float high) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return reinterpret_cast<const std::uint32_t&>(pair);
-  }
-};
-struct Float16 {
-  static constexpr bool kIsBfloat16 = false;
-  static TPK_DEVICE float widen(std::uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
-  static TPK_DEVICE std::uint32_t pack(float low, float high) {
-    const __half2 pair = __floats2half2_rn(low, high);
-    return reinterpret_cast<const std::uint32_t&>(pair);
-  }
-};
-
 TPK_DEVICE std::uint32_t shared_address(const void* pointer) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
 }
 TPK_DEVICE void sync_warp() { __syncwarp(); }
-
-TPK_DEVICE Vector load_vector(const void* from) {
-  const uint4 v = *static_cast<const uint4*>(from);
-  return {{v.x, v.y, v.z, v.w}};
-}
-TPK_DEVICE void store_vector(void* to, const Vector& vector) {
-  *static_cast<uint4*>(to) =
-      make_uint4(vector.pair[0], vector.pair[1], vector.pair[2], vector.pair[3]);
-}
 
 template <int kRegisters>
 TPK_DEVICE void take_registers() {
@@ -189,15 +152,10 @@ class Products {
 #else
 
 using simt::Barrier;
-using simt::Bfloat16;
-using simt::Float16;
 using simt::load_box;
 using simt::shared_address;
 using simt::sync_warp;
 using simt::TensorMap;
-
-inline Vector load_vector(const void* from) { return *static_cast<const Vector*>(from); }
-inline void store_vector(void* to, const Vector& vector) { *static_cast<Vector*>(to) = vector; }
 
 template <int kRegisters>
 void take_registers() {}

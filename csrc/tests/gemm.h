@@ -12,14 +12,21 @@
 #include <type_traits>
 #include <vector>
 
-#include "check.h"
+#include "exchange.h"
 #include "gemm_sm90/mainloop.h"
 
 namespace tpk::test {
 
 using namespace tpk::device;
 
-using Random = std::minstd_rand;
+template <class Number>
+inline constexpr Dtype kDtype =
+    std::is_same_v<Number, device::Bfloat16> ? Dtype::bfloat16 : Dtype::float16;
+
+template <class Number>
+double decode(std::uint16_t bits) {
+  return decode16(kDtype<Number>, bits);
+}
 
 // A matrix [rows, k] of 16-bit numbers, either dimension contiguous, in memory that begins on 16 bytes.
 // Between the lines there is NaN, which a product must not read.
@@ -31,9 +38,9 @@ class Matrix {
     const std::int64_t inner = major == Major::K ? k : rows;
     pitch_ = (inner + 7) / 8 * 8 + 8;
     memory_.assign((major == Major::K ? rows : k) * pitch_, 0xffff);
-    std::uniform_real_distribution<float> value(-1, 1);
+    const Bytes values = random_values(kDtype<Number>, rows * k, random);
     for (std::int64_t row = 0; row < rows; ++row) {
-      for (std::int64_t i = 0; i < k; ++i) bits(row, i) = Number::narrow(value(random));
+      for (std::int64_t i = 0; i < k; ++i) bits(row, i) = load16(&values[(row * k + i) * 2]);
     }
   }
 
@@ -43,7 +50,7 @@ class Matrix {
     return memory_[major_ == Major::K ? row * pitch_ + i : i * pitch_ + row];
   }
   double at(std::int64_t row, std::int64_t i) const {
-    return Number::widen(const_cast<Matrix*>(this)->bits(row, i));
+    return decode<Number>(const_cast<Matrix*>(this)->bits(row, i));
   }
   // For loads of blocks of `block` rows.
   TensorMap map(int block) const {
@@ -73,9 +80,8 @@ struct Near {
   // Rounded once from a float32 sum, or `roundings` times.
   template <class Number>
   bool holds(std::uint16_t bits, int roundings = 1) const {
-    const double unit = std::is_same_v<Number, simt::Bfloat16> ? 0x1p-8 : 0x1p-11;
-    const double error = std::abs(Number::widen(bits) - value);
-    return error <= roundings * unit * std::abs(value) * 1.01 + 0x1p-20 * magnitude + 0x1p-24;
+    const double error = std::abs(decode<Number>(bits) - value);
+    return error <= roundings * epsilon(kDtype<Number>) * std::abs(value) * 1.01 + 0x1p-20 * magnitude;
   }
 };
 

@@ -16,25 +16,9 @@
 #include <utility>
 #include <vector>
 
-#include "convert.h"
 #include "simt.h"
 
 namespace tpk::simt {
-
-struct Bfloat16 {
-  static float widen(std::uint16_t bits) { return tpk::Bfloat16::widen(bits); }
-  static std::uint32_t pack(float low, float high) {
-    return narrow(low) | std::uint32_t{narrow(high)} << 16;
-  }
-  static std::uint16_t narrow(float value) { return tpk::Bfloat16::narrow(canonical(value)); }
-};
-struct Float16 {
-  static float widen(std::uint16_t bits) { return tpk::Float16::widen(bits); }
-  static std::uint32_t pack(float low, float high) {
-    return narrow(low) | std::uint32_t{narrow(high)} << 16;
-  }
-  static std::uint16_t narrow(float value) { return tpk::Float16::narrow(canonical(value)); }
-};
 
 // Of 2-byte numbers; boxes whose rows are 128 bytes in shared memory.
 struct TensorMap {
@@ -249,6 +233,13 @@ struct Operand {
   }
 };
 
+template <class Number>
+float widen(std::uint16_t bits) {
+  float pair[2];
+  Number::widen(bits, pair);
+  return pair[0];
+}
+
 // Products of one thread.
 class Products {
  public:
@@ -261,13 +252,13 @@ class Products {
       const int lane = thread_index() % 32, warp = thread_index() / 32 % 4;
       for (int h = 0; h < 2; ++h) {
         float row[16];
-        for (int k = 0; k < 16; ++k) row[k] = Number::widen(a.at(16 * warp + lane / 4 + 8 * h, k));
+        for (int k = 0; k < 16; ++k) row[k] = widen<Number>(a.at(16 * warp + lane / 4 + 8 * h, k));
         for (int j = 0; j < N / 8; ++j) {
           for (int e = 0; e < 2; ++e) {
             float& sum = sums[4 * j + 2 * h + e];
             float total = add ? sum : 0;
             for (int k = 0; k < 16; ++k) {
-              total += row[k] * Number::widen(b.at(8 * j + 2 * (lane % 4) + e, k));
+              total += row[k] * widen<Number>(b.at(8 * j + 2 * (lane % 4) + e, k));
             }
             sum = total;
           }

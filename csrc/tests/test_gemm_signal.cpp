@@ -66,7 +66,7 @@ void check(const Case& c, std::uint64_t seed) {
             const auto got = out[(groups.target(group, part) + row) * c.width + column];
             if (!near.template holds<Number>(got)) {
               std::cerr << "row " << first + row << " column " << column << ": "
-                        << Number::widen(got) << ", not " << near.value << std::endl;
+                        << decode<Number>(got) << ", not " << near.value << std::endl;
               std::abort();
             }
           }
@@ -96,13 +96,13 @@ void both_schedules(const Case& c, std::uint64_t seed) {
 
 int main() {
   // Edges of every kind; more tiles than blocks, fewer, one.
-  both_schedules<simt::Bfloat16, Major::K>({{70, 70, 69}, 40, 72, {200}, 2}, 1);
-  both_schedules<simt::Float16, Major::MN>({{300}, 129, 65, {72}, 2}, 3);
-  both_schedules<simt::Bfloat16, Major::MN>({{5, 5, 0}, 64, 130, {64, 16}, 3, 1}, 5);
-  both_schedules<simt::Float16, Major::K>({{1}, 8, 7, {8}, 1}, 7);
+  both_schedules<device::Bfloat16, Major::K>({{70, 70, 69}, 40, 72, {200}, 2}, 1);
+  both_schedules<device::Float16, Major::MN>({{300}, 129, 65, {72}, 2}, 3);
+  both_schedules<device::Bfloat16, Major::MN>({{5, 5, 0}, 64, 130, {64, 16}, 3, 1}, 5);
+  both_schedules<device::Float16, Major::K>({{1}, 8, 7, {8}, 1}, 7);
   // Two warpgroups of 128 x 128, as on the device.
-  check<Config<simt::Bfloat16, Major::K, Major::K, 128, 32, 2, 3>>({{200}, 100, 40, {136}, 1}, 9);
+  check<Config<device::Bfloat16, Major::K, Major::K, 128, 32, 2, 3>>({{200}, 100, 40, {136}, 1}, 9);
   // Sums of a single row block with a ring that wraps many times.
-  both_schedules<simt::Bfloat16, Major::K>({{64}, 64, 32, {648}, 1}, 11);
+  both_schedules<device::Bfloat16, Major::K>({{64}, 64, 32, {648}, 1}, 11);
   std::cout << "test_gemm_signal: passed" << std::endl;
 }

@@ -8,6 +8,8 @@ namespace tpk::device {
 
 inline constexpr int kMostPairs = 4;
 
+enum class Activation : std::int32_t { none, gelu, gelu_tanh, silu, relu };
+
 // Pairs of operands a [M, K] and b [N, K] of one dtype and layout.
 struct Operands {
   TensorMap a[kMostPairs];
@@ -53,10 +55,15 @@ struct Shared {
   alignas(16) std::byte slices[8][16 * Config::kSlicePitch];
   Barrier full[Config::kStages];
   Barrier empty[Config::kStages];
-  Barrier turn[2];                     // of a team, to multiply
-  std::int32_t alive[Config::kStages];  // whether what was loaded may be used
-  std::int32_t failed[2];              // see gemm_sm90/send.h
+  Barrier turn[2];                         // of a team, to multiply
+  std::int32_t alive[Config::kStages];     // whether what was loaded may be used
+  std::int32_t intact;                     // when the block began
+  std::int32_t failed[2][kMostRanks];      // see gemm_sm90/send.h
 };
+// Of a thread that multiplies, see Products.
+template <class Config>
+using Sums = float[Config::kAtoms][Config::kN / 2];
+
 // Of a multiprocessor of sm_90, for one block.
 inline constexpr int kMostSharedBytes = 227 << 10;
 

@@ -1,13 +1,12 @@
-// How sums leave the registers: rounded, in 16-byte pieces of rows.
+// How sums leave the registers: rounded, in 16-byte lines of rows.
 #pragma once
 
 #include <cmath>
 
 #include "gemm_sm90/config.h"
+#include "lines.h"
 
 namespace tpk::device {
-
-enum class Activation : std::int32_t { none, gelu, gelu_tanh, silu, relu };
 
 // As tp_kernels/kernels/_activation.py computes them.
 TPK_DEVICE float sigmoid(float x) {
@@ -30,14 +29,13 @@ TPK_DEVICE float activate(float x, Activation activation) {
 }
 
 template <class Number>
-TPK_DEVICE Vector activated(Vector vector, Activation activation) {
-  if (activation == Activation::none) return vector;
+TPK_DEVICE Line activated(const Line& line, Activation activation) {
+  if (activation == Activation::none) return line;
+  float values[kPerLine<Number>];
+  widen<Number>(line, values);
   TPK_UNROLL
-  for (std::uint32_t& pair : vector.pair) {
-    pair = Number::pack(activate(Number::widen(pair & 0xffff), activation),
-                        activate(Number::widen(pair >> 16), activation));
-  }
-  return vector;
+  for (float& value : values) value = activate(value, activation);
+  return narrow<Number>(values);
 }
 
 // A block of a matrix in memory, `rows` x `columns`, from its corner on.
@@ -46,37 +44,31 @@ struct Target {
   std::int64_t pitch;  // numbers from one row to the next
   std::int64_t rows, columns;
 };
-// Whether rows of a matrix consist of whole 16-byte pieces.
-TPK_DEVICE bool in_vectors(const void* base, std::int64_t pitch, std::int64_t columns) {
-  return (reinterpret_cast<std::uintptr_t>(base) | (pitch | columns) * 2) % 16 == 0;
-}
 
-// Eight numbers to columns `column` .. `column` + 7 of a row, as far as there are so many.
-TPK_DEVICE void store_piece(std::uint16_t* row, std::int64_t column, std::int64_t columns,
-                            const Vector& vector, bool in_vectors) {
-  if (in_vectors) {
-    if (column < columns) store_vector(row + column, vector);
-    return;
-  }
-  TPK_UNROLL
-  for (int i = 0; i < 8; ++i) {
-    if (column + i < columns) {
-      row[column + i] = static_cast<std::uint16_t>(vector.pair[i / 2] >> (16 * (i % 2)));
-    }
-  }
-}
+// What is added to the sums before they are rounded, from the corner of the tile on: rows of a matrix, or
+// a bias, which has pitch 0. Or nothing: null.
+struct Added {
+  const std::uint16_t* corner;
+  std::int64_t pitch;
 
-// round(act(round(sums + bias))) to `target`, by all threads of a team. Plain stores: what is released
-// afterwards covers them, in the memory of peers too. bias: of the tile's columns, or null.
+  template <class Number>
+  TPK_DEVICE float at(std::int64_t row, std::int64_t column, const Target& target) const {
+    if (corner == nullptr || row >= target.rows || column >= target.columns) return 0;
+    float pair[Number::kPerWord];
+    Number::widen(corner[row * pitch + column], pair);
+    return pair[0];
+  }
+};
+
+// round(act(round(sums + added))) to `target`, by all threads of a team. Plain stores: what is released
+// afterwards covers them, in the memory of peers too.
 template <class Config>
-TPK_DEVICE void store_tile(const float (&sums)[Config::kAtoms][Config::kN / 2],
-                           Shared<Config>& shared, const Target& target, const std::uint16_t* bias,
-                           Activation activation) {
+TPK_DEVICE void store_tile(const Sums<Config>& sums, Shared<Config>& shared, const Target& target,
+                           const Added& added, Activation activation) {
   using Number = typename Config::Number;
-  constexpr int kPieces = Config::kSlice / 8;
+  constexpr int kLines = Config::kSlice * 2 / kLineBytes;  // of a row of a slice
   const int lane = thread_index() % 32, warp = thread_index() / 32;
   std::byte* slice = shared.slices[warp];
-  const bool vectors = in_vectors(target.corner, target.pitch, target.columns);
   TPK_UNROLL
   for (int atom = 0; atom < Config::kAtoms; ++atom) {
     // Of the tile, the 16 rows of this warp.
@@ -84,33 +76,32 @@ TPK_DEVICE void store_tile(const float (&sums)[Config::kAtoms][Config::kN / 2],
     TPK_UNROLL
     for (int start = 0; start < Config::kN; start += Config::kSlice) {
       TPK_UNROLL
-      for (int j = 0; j < kPieces; ++j) {
+      for (int j = 0; j < kLines; ++j) {
         const float* part = sums[atom] + (start / 8 + j) * 4;
         const int column = 8 * j + 2 * (lane % 4);
-        float added[2] = {0, 0};
-        if (bias != nullptr) {
-          TPK_UNROLL
-          for (int e = 0; e < 2; ++e) {
-            if (start + column + e < target.columns) {
-              added[e] = Number::widen(bias[start + column + e]);
-            }
-          }
-        }
         TPK_UNROLL
         for (int h = 0; h < 2; ++h) {
-          *reinterpret_cast<std::uint32_t*>(slice + (lane / 4 + 8 * h) * Config::kSlicePitch +
-                                            column * 2) =
-              Number::pack(part[2 * h] + added[0], part[2 * h + 1] + added[1]);
+          const int row = lane / 4 + 8 * h;
+          float values[2];
+          TPK_UNROLL
+          for (int e = 0; e < 2; ++e) {
+            values[e] = part[2 * h + e] +
+                        added.template at<Number>(first + row, start + column + e, target);
+          }
+          store(slice + row * Config::kSlicePitch + column * 2, Number::narrow(values));
         }
       }
       sync_warp();
       TPK_NO_UNROLL
-      for (int piece = lane; piece < 16 * kPieces; piece += 32) {
-        const int row = piece / kPieces, column = piece % kPieces * 8;
-        if (first + row < target.rows) {
-          const Vector vector = load_vector(slice + row * Config::kSlicePitch + column * 2);
-          store_piece(target.corner + (first + row) * target.pitch, start + column, target.columns,
-                      activated<Number>(vector, activation), vectors);
+      for (int i = lane; i < 16 * kLines; i += 32) {
+        const int row = i / kLines, column = i % kLines * 8;
+        const std::int64_t left = (target.columns - start - column) * 2;
+        if (first + row < target.rows && left > 0) {
+          const Line line = load<Line>(slice + row * Config::kSlicePitch + column * 2);
+          std::uint16_t* to = target.corner + (first + row) * target.pitch + start + column;
+          store_line<std::uint16_t>(reinterpret_cast<std::byte*>(to),
+                                    static_cast<std::int32_t>(smaller(left, kLineBytes)),
+                                    activated<Number>(line, activation));
         }
       }
       sync_warp();

@@ -1,12 +1,13 @@
 // Loads and products of tiles, through a ring of stages in shared memory. A policy says which tiles, in
 // which order, and when their operands may be read:
 //
-//   count()                       tiles that this block goes through
-//   tile(index)                   the index-th of them
-//   arrive(tile)                  false if its rows will never be there; the one thread that loads calls it
-//   block(index, alive)           which block of the sum comes at place `index`; may wait, and clear `alive`
-//   finish(index, tile, sums, alive, shared)   what becomes of the sums, of which `alive` is false if they are void
-//   leave_loads(alive), leave(shared)          at the end, of the thread that loads and of those that multiply
+//   intact()              whether anything may be written; asked once, by one thread
+//   count(), tile(index)  the tiles that this block goes through
+//   arrive(tile)          wait for its rows, if they are awaited; false if they have not come
+//   block(index, alive)   which block of the sum comes at place `index`; may wait, and clear `alive`
+//   leave_loads(alive)    after all loads. These three are called by the one thread that loads
+//   finish(index, tile, sums, alive, shared)    what becomes of the sums, which are void if not `alive`
+//   leave(shared)         after all tiles. These two are called by all threads that multiply
 #pragma once
 
 #include "gemm_sm90/config.h"
@@ -31,7 +32,7 @@ TPK_DEVICE void load_operand(const TensorMap* map, Barrier* barrier, std::byte* 
 template <class Config, class Policy>
 TPK_DEVICE void load_tiles(const Operands& operands, Shared<Config>& shared, Policy& policy) {
   Place<Config::kStages> place;
-  bool alive = true;
+  bool alive = shared.intact;
   for (std::int64_t index = 0; index < policy.count(); ++index) {
     const Tile tile = policy.tile(index);
     if (tile.rows <= 0) continue;
@@ -54,9 +55,6 @@ TPK_DEVICE void load_tiles(const Operands& operands, Shared<Config>& shared, Pol
   }
   policy.leave_loads(alive);
 }
-
-template <class Config>
-using Sums = float[Config::kAtoms][Config::kN / 2];
 
 TPK_DEVICE void arrive_as_warp(Barrier& barrier) {
   if (thread_index() % 32 == 0) barrier.arrive();
@@ -141,8 +139,9 @@ TPK_DEVICE void run_products(const Operands& operands, Policy policy) {
     }
     for (int team = 0; team < 2; ++team) {
       shared.turn[team].init(4);
-      shared.failed[team] = 0;
+      for (std::int32_t& failed : shared.failed[team]) failed = 0;
     }
+    shared.intact = policy.intact();
     fence_barriers();
   }
   sync_block();

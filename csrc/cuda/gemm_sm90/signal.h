@@ -23,6 +23,7 @@ class Signal {
   using Arguments = SignalArguments;
   TPK_DEVICE explicit Signal(const Arguments& arguments) : of_(arguments) {}
 
+  TPK_DEVICE bool intact() const { return true; }
   TPK_DEVICE std::int64_t count() const {
     return ceil_div(of_.tiles - block_index(), grid_blocks());
   }
@@ -39,7 +40,7 @@ class Signal {
     const GroupedTile place = grouped(index);
     const Target target{of_.out + place.target * of_.width + place.column, of_.width, place.rows,
                         smaller(of_.width - place.column, Config::kN)};
-    store_tile<Config>(sums, shared, target, nullptr, Activation::none);
+    store_tile<Config>(sums, shared, target, Added{}, Activation::none);
     const int team = thread_index() / Config::kTeamThreads;
     sync_threads(1 + team, Config::kTeamThreads);  // one thread releases for the whole team
     if (thread_index() % Config::kTeamThreads == 0) add_release(of_.counters + place.group, 1);
