@@ -57,6 +57,13 @@ TPK_DEVICE std::uint32_t shared_address(const void* pointer) {
 }
 TPK_DEVICE void sync_warp() { __syncwarp(); }
 
+// To global memory. Written as C++, the compiler may store a predicated line word by word.
+TPK_DEVICE void store_global(std::byte* to, const Line& line) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(line.words[0]),
+               "r"(line.words[1]), "r"(line.words[2]), "r"(line.words[3])
+               : "memory");
+}
+
 template <int kRegisters>
 TPK_DEVICE void take_registers() {
   cutlass::arch::warpgroup_reg_alloc<kRegisters>();
@@ -119,10 +126,10 @@ class Products {
     fence(sums);
     cute::warpgroup_arrive();
   }
-  // sums (+)= a [64, 16] b [N, 16]^T
+  // sums += a [64, 16] b [N, 16]^T
   template <class Number, int N, Major a, Major b>
-  TPK_DEVICE void multiply(float (&sums)[N / 2], std::uint64_t at_a, std::uint64_t at_b, bool add) {
-    multiply<typename Atom<Number, N, a, b>::type>(sums, at_a, at_b, add,
+  TPK_DEVICE void multiply(float (&sums)[N / 2], std::uint64_t at_a, std::uint64_t at_b) {
+    multiply<typename Atom<Number, N, a, b>::type>(sums, at_a, at_b,
                                                    std::make_index_sequence<N / 2>());
   }
   TPK_DEVICE void commit() { cute::warpgroup_commit_batch(); }
@@ -143,9 +150,8 @@ class Products {
   }
   template <class Mma, int kCount, std::size_t... i>
   static TPK_DEVICE void multiply(float (&sums)[kCount], std::uint64_t at_a, std::uint64_t at_b,
-                                  bool add, std::index_sequence<i...>) {
-    Mma::fma(at_a, at_b, sums[i]...,
-             add ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
+                                  std::index_sequence<i...>) {
+    Mma::fma(at_a, at_b, sums[i]..., cute::SM90::GMMA::ScaleOut::One);
   }
 };
 
@@ -161,6 +167,7 @@ template <int kRegisters>
 void take_registers() {}
 template <int kRegisters>
 void give_registers() {}
+inline void store_global(std::byte* to, const Line& line) { store(to, line); }
 inline void fence_barriers() {}
 inline void fence_observed_for_loads() {}
 inline void prefetch(const TensorMap*) {}
@@ -170,8 +177,8 @@ class Products {
   template <int kAtoms, int kCount>
   void open(float (&)[kAtoms][kCount]) {}
   template <class Number, int N, Major a, Major b>
-  void multiply(float (&sums)[N / 2], std::uint64_t at_a, std::uint64_t at_b, bool add) {
-    products_.multiply<Number, N>(sums, {at_a, a == Major::K}, {at_b, b == Major::K}, add);
+  void multiply(float (&sums)[N / 2], std::uint64_t at_a, std::uint64_t at_b) {
+    products_.multiply<Number, N>(sums, {at_a, a == Major::K}, {at_b, b == Major::K});
   }
   void commit() { products_.commit(); }
   template <int kLeft, int kAtoms, int kCount>

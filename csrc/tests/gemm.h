@@ -113,7 +113,7 @@ template <class Config, class Policy>
 void run_blocks(int blocks, std::uint64_t seed, const Operands& operands,
                 const typename Policy::Arguments& arguments) {
   simt::run({blocks, Config::kThreads, sizeof(Shared<Config>), seed},
-            [&] { run_products<Config>(operands, Policy(arguments)); });
+            [&] { run_products<Config, Policy>(operands, arguments); });
 }
 
 }  // namespace tpk::test

@@ -247,7 +247,7 @@ class Products {
     if (!open_.empty() || !committed_.empty()) Barrier::fail("products that nobody has waited for");
   }
   template <class Number, int N>
-  void multiply(float* sums, Operand a, Operand b, bool add) {
+  void multiply(float* sums, Operand a, Operand b) {
     open_.push_back([=] {
       const int lane = thread_index() % 32, warp = thread_index() / 32 % 4;
       for (int h = 0; h < 2; ++h) {
@@ -256,7 +256,7 @@ class Products {
         for (int j = 0; j < N / 8; ++j) {
           for (int e = 0; e < 2; ++e) {
             float& sum = sums[4 * j + 2 * h + e];
-            float total = add ? sum : 0;
+            float total = sum;
             for (int k = 0; k < 16; ++k) {
               total += row[k] * widen<Number>(b.at(8 * j + 2 * (lane % 4) + e, k));
             }

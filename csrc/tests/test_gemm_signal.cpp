@@ -34,7 +34,7 @@ void check(const Case& c, std::uint64_t seed) {
   for (std::size_t pair = 0; pair < c.ks.size(); ++pair) {
     as.emplace_back(rows, c.ks[pair], Config::kMajorA, random);
     bs.emplace_back(c.width, c.ks[pair], Config::kMajorB, random);
-    operands.k[pair] = c.ks[pair];
+    operands.k[pair] = static_cast<std::int32_t>(c.ks[pair]);
   }
   for (std::size_t pair = 0; pair < c.ks.size(); ++pair) {
     operands.a[pair] = as[pair].map(Config::kM);

@@ -14,15 +14,20 @@ enum class Activation : std::int32_t { none, gelu, gelu_tanh, silu, relu };
 struct Operands {
   TensorMap a[kMostPairs];
   TensorMap b[kMostPairs];
-  std::int64_t k[kMostPairs];
+  std::int32_t k[kMostPairs];
 };
 
-// A block of the result.
+// A block of the result, as the thread that loads finds it and tells those that multiply, so that only one
+// thread divides integers. A policy sets the first lines.
 struct Tile {
-  std::int64_t row;         // of a
-  std::int64_t column;      // row of b
-  std::int64_t rows;        // of the result in it; none: nothing is multiplied
-  std::int32_t pair, stop;  // pairs whose products are summed
+  std::int32_t row, column;  // first rows of a and b
+  std::int32_t rows;         // of the result in it; none: nothing is multiplied
+  std::int32_t pair, stop;   // pairs whose products are summed
+  std::int32_t to;           // first row in the result
+  std::int32_t mark;         // of the policy
+  bool more;                 // false: there is none any more
+  std::int32_t stages, stage;  // how many, the first
+  std::uint32_t parity;
 };
 
 // Three warpgroups: one loads, two multiply. They share a tile (`kTeams` 1, cooperative): the largest
@@ -55,10 +60,13 @@ struct Shared {
   alignas(16) std::byte slices[8][16 * Config::kSlicePitch];
   Barrier full[Config::kStages];
   Barrier empty[Config::kStages];
-  Barrier turn[2];                         // of a team, to multiply
-  std::int32_t alive[Config::kStages];     // whether what was loaded may be used
-  std::int32_t intact;                     // when the block began
-  std::int32_t failed[2][kMostRanks];      // see gemm_sm90/send.h
+  Barrier turn[2];  // of a team, to multiply
+  Tile tile[4];     // for the teams in turn
+  Barrier told[4];  // it is there
+  Barrier done[4];  // it may be replaced
+  std::int32_t alive[Config::kStages];  // whether what was loaded may be used
+  std::int32_t intact;                  // the same of all the block does
+  std::int32_t failed[2][kMostRanks];   // see send.h
 };
 // Of a thread that multiplies, see Products.
 template <class Config>
@@ -79,30 +87,17 @@ struct Place {
       parity ^= 1;
     }
   }
-  TPK_DEVICE void advance(std::int64_t stages) {
-    const std::int64_t to = stage + stages;
-    stage = static_cast<int>(to % kStages);
-    parity ^= static_cast<std::uint32_t>(to / kStages) & 1;
-  }
 };
-
-// Stages that the products of a tile go through.
-TPK_DEVICE std::int64_t stages_of(const Operands& operands, const Tile& tile) {
-  if (tile.rows <= 0) return 0;
-  std::int64_t stages = 0;
-  for (int pair = tile.pair; pair < tile.stop; ++pair) stages += ceil_div(operands.k[pair], kBlockK);
-  return stages;
-}
 
 // (row block, column block) of `index`: down the rows of a band, then to the next column block, so that
 // what is multiplied at the same time shares rows and columns.
-inline constexpr int kBand = 16;
+inline constexpr std::int32_t kBand = 16;
 struct Cell {
-  std::int64_t row, column;
+  std::int32_t row, column;
 };
-TPK_DEVICE Cell cell(std::int64_t index, std::int64_t rows, std::int64_t columns) {
-  const std::int64_t band = index / (kBand * columns), rest = index % (kBand * columns);
-  const std::int64_t height = smaller(rows - band * kBand, kBand);
+TPK_DEVICE Cell cell(std::int32_t index, std::int32_t rows, std::int32_t columns) {
+  const std::int32_t band = index / (kBand * columns), rest = index % (kBand * columns);
+  const std::int32_t left = rows - band * kBand, height = left < kBand ? left : kBand;
   return {band * kBand + rest % height, rest / height};
 }
 

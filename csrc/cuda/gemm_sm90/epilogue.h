@@ -38,12 +38,27 @@ TPK_DEVICE Line activated(const Line& line, Activation activation) {
   return narrow<Number>(values);
 }
 
+// `line`, or those of its bytes that are `left` of a row.
+TPK_DEVICE void put_line(std::byte* to, std::int32_t left, const Line& line) {
+  const std::int32_t bytes = left < kLineBytes ? left : kLineBytes;
+  if (is_whole(to, bytes)) {
+    store_global(to, line);
+  } else {
+    store_line<std::uint16_t>(to, bytes, line);
+  }
+}
+
 // A block of a matrix in memory, `rows` x `columns`, from its corner on.
 struct Target {
   std::uint16_t* corner;
   std::int64_t pitch;  // numbers from one row to the next
-  std::int64_t rows, columns;
+  std::int32_t rows, columns;
 };
+// Of a result that is `width` columns wide, in a tile.
+template <class Config>
+TPK_DEVICE std::int32_t columns_left(std::int64_t width, const Tile& tile) {
+  return static_cast<std::int32_t>(smaller(width - tile.column, Config::kN));
+}
 
 // What is added to the sums before they are rounded, from the corner of the tile on: rows of a matrix, or
 // a bias, which has pitch 0. Or nothing: null.
@@ -52,7 +67,7 @@ struct Added {
   std::int64_t pitch;
 
   template <class Number>
-  TPK_DEVICE float at(std::int64_t row, std::int64_t column, const Target& target) const {
+  TPK_DEVICE float at(std::int32_t row, std::int32_t column, const Target& target) const {
     if (corner == nullptr || row >= target.rows || column >= target.columns) return 0;
     float pair[Number::kPerWord];
     Number::widen(corner[row * pitch + column], pair);
@@ -95,13 +110,13 @@ TPK_DEVICE void store_tile(const Sums<Config>& sums, Shared<Config>& shared, con
       TPK_NO_UNROLL
       for (int i = lane; i < 16 * kLines; i += 32) {
         const int row = i / kLines, column = i % kLines * 8;
-        const std::int64_t left = (target.columns - start - column) * 2;
+        const std::int32_t left = (target.columns - start - column) * 2;
         if (first + row < target.rows && left > 0) {
-          const Line line = load<Line>(slice + row * Config::kSlicePitch + column * 2);
-          std::uint16_t* to = target.corner + (first + row) * target.pitch + start + column;
-          store_line<std::uint16_t>(reinterpret_cast<std::byte*>(to),
-                                    static_cast<std::int32_t>(smaller(left, kLineBytes)),
-                                    activated<Number>(line, activation));
+          const Line line = activated<Number>(
+              load<Line>(slice + row * Config::kSlicePitch + column * 2), activation);
+          auto* to = reinterpret_cast<std::byte*>(
+              target.corner + (first + row) * target.pitch + start + column);
+          put_line(to, left, line);
         }
       }
       sync_warp();

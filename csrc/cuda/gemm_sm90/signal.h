@@ -21,39 +21,41 @@ template <class Config>
 class Signal {
  public:
   using Arguments = SignalArguments;
+  static constexpr int kRegistersToLoad = 56;
   TPK_DEVICE explicit Signal(const Arguments& arguments) : of_(arguments) {}
 
-  TPK_DEVICE bool intact() const { return true; }
-  TPK_DEVICE std::int64_t count() const {
-    return ceil_div(of_.tiles - block_index(), grid_blocks());
-  }
-  TPK_DEVICE Tile tile(std::int64_t index) const {
-    const GroupedTile place = grouped(index);
-    return {place.source, place.column, place.rows, 0, of_.pairs};
+  TPK_DEVICE static bool intact(const Arguments&) { return true; }
+  TPK_DEVICE bool next(Tile& tile) {
+    if (index_ >= of_.tiles) return false;
+    const GroupedTile place = of_.groups.tile(index_, Config::kM, Config::kN, of_.columns);
+    index_ += grid_blocks();
+    tile.row = static_cast<std::int32_t>(place.source);
+    tile.column = static_cast<std::int32_t>(place.column);
+    tile.rows = static_cast<std::int32_t>(place.rows);
+    tile.pair = 0;
+    tile.stop = of_.pairs;
+    tile.to = static_cast<std::int32_t>(place.target);
+    tile.mark = place.group;
+    return true;
   }
   TPK_DEVICE bool arrive(const Tile&) const { return true; }
-  TPK_DEVICE std::int64_t block(std::int64_t index, bool&) const { return index; }
+  TPK_DEVICE std::int32_t block(std::int32_t index, bool&) const { return index; }
   TPK_DEVICE void leave_loads(bool) const {}
 
-  TPK_DEVICE void finish(std::int64_t index, const Tile&, const Sums<Config>& sums, bool,
+  TPK_DEVICE void finish(const Tile& tile, const Sums<Config>& sums, bool,
                          Shared<Config>& shared) const {
-    const GroupedTile place = grouped(index);
-    const Target target{of_.out + place.target * of_.width + place.column, of_.width, place.rows,
-                        smaller(of_.width - place.column, Config::kN)};
+    const Target target{of_.out + tile.to * of_.width + tile.column, of_.width, tile.rows,
+                        columns_left<Config>(of_.width, tile)};
     store_tile<Config>(sums, shared, target, Added{}, Activation::none);
     const int team = thread_index() / Config::kTeamThreads;
     sync_threads(1 + team, Config::kTeamThreads);  // one thread releases for the whole team
-    if (thread_index() % Config::kTeamThreads == 0) add_release(of_.counters + place.group, 1);
+    if (thread_index() % Config::kTeamThreads == 0) add_release(of_.counters + tile.mark, 1);
   }
   TPK_DEVICE void leave(Shared<Config>&) const {}
 
  private:
-  TPK_DEVICE GroupedTile grouped(std::int64_t index) const {
-    return of_.groups.tile(block_index() + index * grid_blocks(), Config::kM, Config::kN,
-                           of_.columns);
-  }
-
   const Arguments& of_;
+  std::int64_t index_ = block_index();
 };
 
 }  // namespace tpk::device
