@@ -19,6 +19,12 @@ namespace tpk::test {
 
 using namespace tpk::device;
 
+inline Division divided(const std::vector<std::int64_t>& counts) {
+  const std::int64_t small = counts.back(), most = counts.front();
+  const auto more = static_cast<std::int32_t>(std::count(counts.begin(), counts.end(), most));
+  return {small, most - small, most > small ? more : 0};
+}
+
 template <class Number>
 inline constexpr Dtype kDtype =
     std::is_same_v<Number, device::Bfloat16> ? Dtype::bfloat16 : Dtype::float16;
@@ -57,6 +63,8 @@ class Matrix {
     if (major_ == Major::K) return {memory_.data(), k_, rows_, pitch_, kBlockK, block};
     return {memory_.data(), rows_, k_, pitch_, 64, kBlockK};
   }
+  // Of a K-major matrix, whose rows are summed over, for blocks of its columns.
+  TensorMap transposed_map() const { return {memory_.data(), k_, rows_, pitch_, 64, kBlockK}; }
 
  private:
   std::int64_t rows_, k_;

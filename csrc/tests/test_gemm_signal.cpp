@@ -16,12 +16,6 @@ struct Case {
   int offset = 0;  // of the result, from 16 bytes
 };
 
-Division divided(const std::vector<std::int64_t>& counts) {
-  const std::int64_t small = counts.back(), most = counts.front();
-  const auto more = static_cast<std::int32_t>(std::count(counts.begin(), counts.end(), most));
-  return {small, most - small, most > small ? more : 0};
-}
-
 // Counts of a group have to be complete when its rows are: another thread reads them meanwhile.
 template <class Config>
 void check(const Case& c, std::uint64_t seed) {

@@ -64,7 +64,7 @@ class Send {
   TPK_DEVICE void finish(const Tile& tile, const Sums<Config>& sums, bool, Shared<Config>& shared) {
     const Workspace& w = of_.workspace;
     if (tile.mark == 0) {
-      ++channel_.epoch;
+      channel_.epoch = earlier(channel_.epoch, -1);
       observe(shared, kCredit, earlier(channel_.epoch, w.depth));  // hidden by the product before it
     }
     if (channel_.alive) {
