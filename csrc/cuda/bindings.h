@@ -1,0 +1,17 @@
+// What the files of module tp_kernels._cuda share. Addresses and stream handles are plain integers; all
+// checks of shapes, dtypes and devices are the caller's.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+namespace tpk {
+
+namespace py = pybind11;
+
+// One of each file bindings_*.cpp, listed by CMake: nothing else has to know of a new one.
+#define TPK_BINDINGS(name) void bind_##name(py::module_& module);
+#include "bindings.inc"
+#undef TPK_BINDINGS
+
+}  // namespace tpk
