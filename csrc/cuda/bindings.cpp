@@ -3,6 +3,15 @@
 
 #include "device_info.h"
 
+namespace tpk {
+
+// bindings.inc lists the files bindings_*.cpp.
+#define TPK_BINDINGS(name) void bind_##name(py::module_& module);
+#include "bindings.inc"
+#undef TPK_BINDINGS
+
+}  // namespace tpk
+
 using namespace tpk;
 
 PYBIND11_MODULE(_cuda, module) {

@@ -9,9 +9,4 @@ namespace tpk {
 
 namespace py = pybind11;
 
-// One of each file bindings_*.cpp, listed by CMake: nothing else has to know of a new one.
-#define TPK_BINDINGS(name) void bind_##name(py::module_& module);
-#include "bindings.inc"
-#undef TPK_BINDINGS
-
 }  // namespace tpk

@@ -1,5 +1,6 @@
-# Module tp_kernels._cuda. Every file *.cu and bindings_*.cpp here is part of it, and of gemm_sm90/ where
-# the headers of CUTLASS are given; bindings_X.cpp defines bind_X(), which the module calls.
+# Module tp_kernels._cuda: the files of this folder and, where the headers of CUTLASS are given, the products
+# of gemm_sm90/ with bindings_gemm*.cpp. A new file needs no entry; bindings_X.cpp defines bind_X(), which
+# the module calls.
 set(CMAKE_CUDA_ARCHITECTURES ${TPK_CUDA_ARCHS})
 enable_language(CUDA)
 find_package(CUDAToolkit REQUIRED)
@@ -11,25 +12,31 @@ set(CMAKE_CUDA_FLAGS_RELEASE "-O3 -DNDEBUG")
 
 set(cuda csrc/cuda)
 file(GLOB cuda_sources CONFIGURE_DEPENDS ${cuda}/*.cpp ${cuda}/*.cu)
-pybind11_add_module(_cuda NO_EXTRAS ${cuda_sources})
-target_include_directories(_cuda PRIVATE csrc/include ${cuda} ${CMAKE_BINARY_DIR}/cuda)
+file(GLOB gemm_sources CONFIGURE_DEPENDS
+  ${cuda}/gemm_sm90/*.cpp ${cuda}/gemm_sm90/*.cu ${cuda}/bindings_gemm*.cpp)
+list(REMOVE_ITEM cuda_sources ${gemm_sources})
+
+add_library(tpk_cuda INTERFACE)
+target_include_directories(tpk_cuda INTERFACE csrc/include ${cuda})
+target_compile_options(tpk_cuda INTERFACE "$<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall,-Wextra>")
 # Static, so that there is no library to find at run time: what it needs of the driver it loads itself.
-target_link_libraries(_cuda PRIVATE CUDA::cudart_static)
+target_link_libraries(tpk_cuda INTERFACE CUDA::cudart_static pybind11::module)
+
+pybind11_add_module(_cuda NO_EXTRAS ${cuda_sources})
+target_include_directories(_cuda PRIVATE ${CMAKE_BINARY_DIR}/cuda)
+target_link_libraries(_cuda PRIVATE tpk_cuda)
 target_link_options(_cuda PRIVATE -Wl,--exclude-libs,ALL -s)
-target_compile_options(_cuda PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall,-Wextra>")
 
 set(gemm_images "")
-file(GLOB gemm_sources CONFIGURE_DEPENDS ${cuda}/gemm_sm90/*.cpp ${cuda}/gemm_sm90/*.cu)
 if(TPK_CUTLASS_INCLUDE AND gemm_sources)
   set(gemm_images "sm_90a")
-  # Objects of a target of their own: architectures are those of a target.
+  # A target of their own, because architectures are those of a target.
   add_library(tpk_gemm_sm90 OBJECT ${gemm_sources})
   set_target_properties(tpk_gemm_sm90 PROPERTIES CUDA_ARCHITECTURES "90a-real")
-  target_include_directories(tpk_gemm_sm90 PRIVATE csrc/include ${cuda})
   target_include_directories(tpk_gemm_sm90 SYSTEM PRIVATE ${TPK_CUTLASS_INCLUDE})
   target_compile_options(tpk_gemm_sm90 PRIVATE
-    "$<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr;-Xcompiler=-Wall,-Wextra>")
-  target_link_libraries(tpk_gemm_sm90 PRIVATE CUDA::cudart_static pybind11::module)
+    "$<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr>")
+  target_link_libraries(tpk_gemm_sm90 PRIVATE tpk_cuda)
   target_link_libraries(_cuda PRIVATE tpk_gemm_sm90)
   list(APPEND cuda_sources ${gemm_sources})
 endif()
