@@ -105,10 +105,10 @@ class CMakeBuild(build_ext):
         else:
             options.append("-DTPK_CUDA=OFF")
         record = tree / "kept.json"
-        same = record.is_file() and json.loads(record.read_text()) == kept
+        before = json.loads(record.read_text()) if record.is_file() else {}
+        fresh = [] if before | kept == before else ["--fresh"]
         tree.mkdir(parents=True, exist_ok=True)
-        record.write_text(json.dumps(kept))
-        fresh = [] if same else ["--fresh"]
+        record.write_text(json.dumps(before | kept))
         return [tool("cmake"), *fresh, "-S", ROOT, "-B", tree, "-G", "Ninja", *options]
 
 

@@ -122,23 +122,25 @@ def cuda_build(environment: Mapping[str, str], *, headers: bool = True) -> CudaB
             f"TP_KERNELS_CUDA={asked}: use auto (build the CUDA kernels where nvcc is found), 0, 1, "
             "or the version that the toolkit must have, like 13.0"
         )
-    nvcc, looked = find_nvcc(environment, asked if version else "")
-    if nvcc is None:
+    found, looked = find_nvcc(environment, asked if version else "")
+    if not found:
         if asked == "auto":
-            return f"nvcc is not in {looked}"
+            return f"nvcc is not installed: it is not in {looked}"
         raise BuildError(
             f"TP_KERNELS_CUDA={asked}, but nvcc is not in {looked}. Install the CUDA toolkit, point "
             "CUDA_HOME at it or CUDACXX at its nvcc, or build without CUDA kernels: TP_KERNELS_CUDA=0"
         )
-    toolkit = Toolkit.of(nvcc)
-    if version and toolkit.name != asked:
+    toolkits = [Toolkit.of(nvcc) for nvcc in found]
+    toolkit = next((one for one in toolkits if not version or one.name == asked), None)
+    if toolkit is None:
+        have = ", ".join(f"{one.nvcc} (CUDA {one.name})" for one in toolkits)
         raise BuildError(
-            f"TP_KERNELS_CUDA={asked}, but {nvcc} is of CUDA {toolkit.name}. Point CUDA_HOME at "
-            f"CUDA {asked}, or ask for {toolkit.name}"
+            f"TP_KERNELS_CUDA={asked}, but there is only {have}. Point CUDA_HOME at CUDA {asked}, or ask "
+            "for what there is"
         )
     if toolkit.version < OLDEST_TOOLKIT:
         raise BuildError(
-            f"{nvcc} is of CUDA {toolkit.name}; the kernels need {'{}.{}'.format(*OLDEST_TOOLKIT)} "
+            f"{toolkit.nvcc} is of CUDA {toolkit.name}; the kernels need {'{}.{}'.format(*OLDEST_TOOLKIT)} "
             "or later. Point CUDA_HOME at a later one, or set TP_KERNELS_CUDA=0"
         )
     chosen = architectures(environment, toolkit)
@@ -146,21 +148,23 @@ def cuda_build(environment: Mapping[str, str], *, headers: bool = True) -> CudaB
     return CudaBuild(toolkit, chosen, find_cutlass(environment) if needs_cutlass else None)
 
 
-def find_nvcc(environment: Mapping[str, str], version: str = "") -> tuple[Path | None, str]:
-    """nvcc, and where it was looked for. A variable that points to it is decisive, also if it is wrong."""
+def find_nvcc(environment: Mapping[str, str], version: str = "") -> tuple[list[Path], str]:
+    """Every nvcc, best first, and where it was looked for.
+
+    A variable that points to it is decisive, also if it is wrong.
+    """
     if environment.get("CUDACXX"):
         given = environment["CUDACXX"]
         found = shutil.which(given, path=environment.get("PATH", ""))
-        return (Path(found) if found else None), f"CUDACXX={given}"
+        return ([Path(found)] if found else []), f"CUDACXX={given}"
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if environment.get(variable):
             found = shutil.which("nvcc", path=str(Path(environment[variable]) / "bin"))
-            return (Path(found) if found else None), f"{variable}={environment[variable]}"
-    versioned = [f"{DEFAULT_HOME}-{version}/bin"] if version else []
-    places = [*versioned, *os.get_exec_path(dict(environment)), f"{DEFAULT_HOME}/bin"]
-    found = shutil.which("nvcc", path=os.pathsep.join(places))
-    named = ", ".join([*versioned, "PATH", f"{DEFAULT_HOME}/bin"])
-    return (Path(found) if found else None), f"CUDACXX, CUDA_HOME, CUDA_PATH (not set), {named}"
+            return ([Path(found)] if found else []), f"{variable}={environment[variable]}"
+    homes = [f"{DEFAULT_HOME}/bin"] + [f"{DEFAULT_HOME}-{version}/bin"] * bool(version)
+    every = [shutil.which("nvcc", path=path) for path in (environment.get("PATH", ""), *homes)]
+    looked = f"CUDACXX, CUDA_HOME, CUDA_PATH (not set), PATH, {', '.join(homes)}"
+    return [Path(found) for found in every if found], looked
 
 
 def architectures(environment: Mapping[str, str], toolkit: Toolkit) -> tuple[Architecture, ...]:
