@@ -134,8 +134,10 @@ SOURCES = [
 cuda = decided(headers=False)
 modules = ["_host", "_cuda"] if isinstance(cuda, CudaBuild) else ["_host"]
 tag = cuda.local_version if isinstance(cuda, CudaBuild) else "cpu"
+# Sources can become any of them. pip insists that a wheel has the version of the sources that it chose.
+sources = "sdist" in sys.argv or (ROOT / "PKG-INFO").is_file()
 setup(
-    version=f"{version_of_sources()}+{tag}",
+    version=version_of_sources() + f"+{tag}" * (not sources),
     ext_modules=[Extension(f"tp_kernels.{m}", sources=[], depends=SOURCES) for m in modules],
     cmdclass={"build": FreshBuild, "build_ext": CMakeBuild},
 )

@@ -51,13 +51,13 @@ def driver_obstacle(driver: int, toolkit: int, *, compiles: bool = False) -> str
         oldest = OLDEST_DRIVER.get(toolkit // 1000)
         needed = f", which needs driver {oldest} or later" if oldest else ""
         return (
-            f"the driver knows CUDA up to {_name(driver)}, _cuda is built with {_name(toolkit)}{needed}: "
-            f"update the driver, or use a wheel for CUDA {driver // 1000}"
+            f"the driver knows CUDA up to {version_name(driver)}, _cuda is built with "
+            f"{version_name(toolkit)}{needed}: update the driver, or use a wheel for CUDA {driver // 1000}"
         )
     if compiles and driver < toolkit:
         return (
-            f"the driver has to compile PTX of CUDA {_name(toolkit)} and knows CUDA up to "
-            f"{_name(driver)}: update the driver, or build for this device"
+            f"the driver has to compile PTX of CUDA {version_name(toolkit)} and knows CUDA up to "
+            f"{version_name(driver)}: update the driver, or build for this device"
         )
     return None
 
@@ -168,6 +168,11 @@ def unavailable(error: ImportError) -> str:
     return f"not loadable ({text})"
 
 
+def version_name(version: int) -> str:
+    """13000 -> "13.0"."""
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
 def _runs(kind: str, number: int, features: str, capability: int) -> bool:
     if features == "a":
         return number == capability
@@ -183,7 +188,3 @@ def _parsed(image: str) -> tuple[str, int, str]:
     if match is None:
         raise ValueError(f"{image} is no image")
     return match[1], int(match[2]), match[3]
-
-
-def _name(version: int) -> str:
-    return f"{version // 1000}.{version % 1000 // 10}"
