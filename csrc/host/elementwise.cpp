@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <stdexcept>
 
-#include "convert.h"
+#include "tpk/convert.h"
 
 namespace tpk {
 namespace {

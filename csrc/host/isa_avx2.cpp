@@ -1,7 +1,7 @@
 // Compiled with -mavx2 -mfma -mf16c; runs only where `available_isas` has found all three.
 #include <immintrin.h>
 
-#include "convert.h"
+#include "tpk/convert.h"
 #include "isa.h"
 #include "product_vector.h"
 #include "reduce_vector.h"

@@ -2,7 +2,7 @@
 // found them.
 #include <immintrin.h>
 
-#include "convert.h"
+#include "tpk/convert.h"
 #include "isa.h"
 #include "product_vector.h"
 #include "reduce_vector.h"

@@ -3,7 +3,7 @@
 // need not keep NaN: a sum becomes canonical before it is narrowed.
 #include <arm_neon.h>
 
-#include "convert.h"
+#include "tpk/convert.h"
 #include "isa.h"
 #include "product_vector.h"
 #include "reduce_vector.h"

@@ -1,5 +1,5 @@
 // Plain C++ for any processor, in loops that compilers turn into what vectors every such one has.
-#include "convert.h"
+#include "tpk/convert.h"
 #include "isa.h"
 #include "reduce_vector.h"
 

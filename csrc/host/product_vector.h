@@ -8,7 +8,7 @@
 
 #include <cstddef>
 
-#include "convert.h"
+#include "tpk/convert.h"
 
 namespace tpk {
 namespace {
