@@ -1,11 +1,15 @@
 """What nvcc made of the kernels: read back from the module, and judged.
 
+    python -m tests.build.machine_code    write resources.json: what every kernel takes, for review
+
 The order of instructions is taken as they stand in the file, without following branches: the compiler keeps
 a signal next to what orders it, and where it does not, somebody should look.
 """
 
 from __future__ import annotations
 
+import importlib
+import json
 import re
 import subprocess
 from collections import Counter
@@ -14,9 +18,13 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-# Data that other threads may read. Of matrix operands and spilled registers nobody is told.
-_STORE = re.compile(r"^(STG?|REDG?|ATOMG?|UTMASTG|UTMAREDG|UBLKCP)\.")
-_LOAD = re.compile(r"^(LDG?|UTMALDG|UBLKPF)\.")
+TABLE = Path(__file__).with_name("resources.json")
+
+# Data that other threads read or wrote. Words of 32 bits are also counters and records of their own thread.
+_STORE = re.compile(r"^(STG?\.E\.(U8|U16|64|128|STRONG.*64|STRONG.*128)|REDG?\.|UTMASTG|UTMAREDG|UBLKCP)")
+_LOAD = re.compile(r"^(LDG?\.E\.(.*\.)?(U8|U16|64|128)\b(?!\.CONSTANT)|LDGMC|UTMALDG)")
+# Through a cache that no acquire empties. Addresses, of 64 bits, never change.
+_UNCHANGING = re.compile(r"^LDG\.E\.(U8|U16|128)\.CONSTANT")
 _SIGNAL = re.compile(r"^STG?\.E\.STRONG\.SYS$")
 _OBSERVED = re.compile(r"^LDG?\.E\.STRONG\.SYS$")
 
@@ -98,9 +106,31 @@ def _by_function(text: str) -> list[tuple[str, str, str]]:
 
 
 def demangled(names: list[str]) -> list[str]:
+    """Like all_reduce.one_shot<Bfloat16>: kernels are named by file, whose namespace has no name."""
     text = "\n".join(names)
     done = subprocess.run(["c++filt"], input=text, check=True, capture_output=True, text=True)
-    return [re.sub(r"\(.*|^void |tpk::", "", line) for line in done.stdout.splitlines()]
+    readable = []
+    for mangled, plain in zip(names, done.stdout.splitlines(), strict=True):
+        file = re.search(r"_GLOBAL__N__[0-9a-f]{8}_\d+_(\w+?)_cu_[0-9a-f]{8}", mangled)
+        name = re.sub(r"\(anonymous namespace\)::|tpk::|device::|^void ", "", plain)
+        name = re.sub(r"\([^()]*(\([^()]*\)[^()]*)*\)$", "", name)
+        readable.append(f"{file[1]}.{name}" if file else name)
+    return readable
+
+
+def read_table(toolkit: str) -> dict[str, dict[str, dict[str, int]]]:
+    """Recorded resources by image and kernel; empty if they are of another toolkit."""
+    content = json.loads(TABLE.read_text())
+    return content["resources"] if content["cuda"] == toolkit else {}
+
+
+def table(file: Path) -> dict[str, dict[str, dict[str, int]]]:
+    rows: dict[str, dict[str, dict[str, int]]] = {}
+    for one in sorted(functions(file), key=lambda one: (one.image, one.name)):
+        of_image = rows.setdefault(one.image, {})
+        assert one.name not in of_image, f"two kernels are called {one.name}"
+        of_image[one.name] = one.resources
+    return rows
 
 
 def problems(function: Function) -> list[str]:
@@ -113,6 +143,9 @@ def problems(function: Function) -> list[str]:
         for one in function.code
         if re.search(r"^STG?\..*STRONG\.(GPU|SM|CTA)", one)
     ]
+    if function.resources["observed"]:
+        found += [f"{one}: data of others read as if it never changed"
+                  for one in function.code if _UNCHANGING.match(one)]
     for place, one in enumerate(function.code):
         if _SIGNAL.match(one):
             found += _before(function.code[:place])
@@ -149,3 +182,14 @@ def _after(code: tuple[str, ...]) -> list[str]:
             missing = "a barrier" if emptied else "emptying the cache"
             return [f"{one} after a flag was read without {missing} between"]
     return [] if emptied else ["a flag is read and the cache not emptied"]
+
+
+def main() -> None:
+    module = importlib.import_module("tp_kernels._cuda")
+    toolkit = ".".join(module.build_info()["cuda"].split(".")[:2])
+    content = {"cuda": toolkit, "resources": table(Path(module.__file__ or ""))}
+    TABLE.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
