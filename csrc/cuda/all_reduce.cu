@@ -33,14 +33,17 @@ __global__ void __launch_bounds__(kMostThreads, 1)
 template <class Number>
 void launch_as(Way way, const std::byte* x, std::byte* out, std::int64_t bytes, std::int32_t part,
                std::int64_t multicast, const Workspace& workspace, const Grid& grid) {
+  const int threads = threads_for(part, kMostThreads);
   switch (way) {
     case Way::one_shot:
-      return launch("all_reduce one_shot", one_shot<Number>, grid, x, out, bytes, part, workspace);
-    case Way::two_shots:
-      return launch("all_reduce two_shots", two_shots<Number>, grid, x, out, bytes, part, workspace);
-    case Way::by_switch:
-      return launch("all_reduce by_switch", by_switch<Number>, grid, x, out, bytes, part, multicast,
+      return launch("all_reduce one_shot", one_shot<Number>, grid, threads, 0, x, out, bytes, part,
                     workspace);
+    case Way::two_shots:
+      return launch("all_reduce two_shots", two_shots<Number>, grid, threads, 0, x, out, bytes,
+                    part, workspace);
+    case Way::by_switch:
+      return launch("all_reduce by_switch", by_switch<Number>, grid, threads, 0, x, out, bytes,
+                    part, multicast, workspace);
   }
 }
 

@@ -57,17 +57,18 @@ TPK_DEVICE void all_reduce_two_shots(const std::byte* x, std::byte* out, std::in
   for (std::int64_t first = c.index * all; first < bytes; first += all * grid_blocks()) {
     const PeerLines lines{w, lines_of(part)};
     // Where line i of the parts of the peers is, and how much of it there is.
-    const auto place = [&](std::int32_t i) { return first + lines.peer(i) * std::int64_t{part} + lines.at(i); };
-    const auto length = [&](std::int32_t i) {
-      return length_of(bytes, place(i), part - lines.at(i));
+    const auto place = [&](std::int32_t i) {
+      return first + lines.peer(i) * std::int64_t{part} + lines.at(i);
     };
+    const auto length = [&](std::int32_t i) { return length_of(bytes, place(i), kLineBytes); };
     ++c.epoch;
     const std::int32_t scattered = c.epoch;
     const bool permitted = move_lines(
         lines.count(), [&](std::int32_t i) { return load_line<Piece>(x + place(i), length(i)); },
         [&] { return observe(c, kCredit, earlier(scattered, w.depth)); },
         [&](std::int32_t i, const Line& line) {
-          if (length(i) > 0) store(buffer(w, lines.peer(i), c.index, scattered, w.rank) + lines.at(i), line);
+          if (length(i) == 0) return;
+          store(buffer(w, lines.peer(i), c.index, scattered, w.rank) + lines.at(i), line);
         });
     if (!permitted) return;
     publish(c, kReady, scattered);
@@ -89,7 +90,9 @@ TPK_DEVICE void all_reduce_two_shots(const std::byte* x, std::byte* out, std::in
         [&](std::int32_t i) {
           return load<Line>(buffer(w, w.rank, c.index, c.epoch, lines.peer(i)) + lines.at(i));
         },
-        [&](std::int32_t i, const Line& line) { store_line<Piece>(out + place(i), length(i), line); });
+        [&](std::int32_t i, const Line& line) {
+          store_line<Piece>(out + place(i), length(i), line);
+        });
     publish(c, kCredit, c.epoch);
   }
   leave(c);
@@ -123,10 +126,10 @@ TPK_DEVICE void all_reduce_by_switch(const std::byte* x, std::byte* out, std::in
     if (!observe(c, kCredit, earlier(c.epoch, w.depth))) return;
     const std::int64_t source = buffer_offset(w, c.index, gathered, 0);
     const std::int64_t target = buffer_offset(w, c.index, c.epoch, 0);
-    const std::int32_t stop = static_cast<std::int32_t>(std::int64_t{lines} * (w.rank + 1) / w.world);
-    std::int32_t i = static_cast<std::int32_t>(std::int64_t{lines} * w.rank / w.world);
-    for (i += thread_index(); i < stop; i += block_threads()) {
-      const std::int64_t at = i * std::int64_t{kLineBytes};
+    const std::int64_t stop = std::int64_t{lines} * (w.rank + 1) / w.world;
+    std::int64_t i = std::int64_t{lines} * w.rank / w.world + thread_index();
+    for (; i < stop; i += block_threads()) {
+      const std::int64_t at = i * kLineBytes;
       sum_and_multicast<Number>(w, multicast, source + at, target + at);
     }
     publish(c, kReady, c.epoch);

@@ -47,15 +47,6 @@ TPK_DEVICE std::byte* buffer(const Workspace& w, int owner, std::int64_t channel
   return region(w, owner) + buffer_offset(w, channel, epoch, source);
 }
 
-// Who waits for what, as the record of a wait that expired has it; see RecordWord.
-struct Wait {
-  std::int32_t rank;
-  std::int32_t operation;
-  std::int32_t channel;
-  std::int32_t signal;
-  std::int32_t peer;
-};
-
 // One thread: wait until `flag` is at least `expected`, for `timeout` nanoseconds. False if it never was;
 // `record` then says so, unless it has something to say already.
 TPK_DEVICE bool await(const std::int32_t* flag, std::int32_t expected, const Wait& wait,

@@ -70,8 +70,9 @@ struct PeerLines {
     const int rank = workspace.rank + 1 + i / lines;
     return rank < workspace.world ? rank : rank - workspace.world;
   }
-  // First byte among those for the peer.
-  TPK_DEVICE std::int32_t at(std::int32_t i) const { return i % lines * kLineBytes; }
+  // Among those for the peer.
+  TPK_DEVICE std::int32_t line(std::int32_t i) const { return i % lines; }
+  TPK_DEVICE std::int32_t at(std::int32_t i) const { return line(i) * kLineBytes; }  // first byte
 };
 
 // Store `line` to every peer, as line `i` of what this rank sends in round `epoch`.

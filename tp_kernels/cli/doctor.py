@@ -28,6 +28,8 @@ from tp_kernels.comm.launch import launch
 from tp_kernels.dispatch import IMPLEMENTATIONS, obstacle
 from tp_kernels.ops.linear_all_reduce import linear_all_reduce
 
+from .cuda_report import add_rows, cuda_report
+
 # All that design and documentation speak of; those that this version has are in IMPLEMENTATIONS.
 _KNOWN = ("reference", "chunked", "host", "triton", "cuda")
 _PACKAGES = ("torch", "transformers", "triton", "numpy", "safetensors", "gguf", "accelerate")
@@ -51,6 +53,7 @@ def report() -> dict[str, Any]:
         "shared_memory": _shared_memory(),
         "cores": {"usable": _affinity(), "machine": os.cpu_count()},
         "gpus": gpus,
+        "cuda": cuda_report(),
         "implementations": implementations,
     }
 
@@ -63,8 +66,8 @@ def print_report(found: dict[str, Any], *, as_json: bool = False) -> None:
     facts = Table(show_header=False, box=None, pad_edge=False)
     for name, version in found["versions"].items():
         facts.add_row(name, version or "[dim]not installed[/]")
-    for name, state in found["built"].items():
-        facts.add_row(name, f"built: {state['detail']}" if state["built"] else _no(state["detail"]))
+    host = found["built"]["_host"]
+    facts.add_row("_host", f"built: {host['detail']}" if host["built"] else _no(host["detail"]))
     isa = found["isa"]
     facts.add_row(
         "instruction set",
@@ -90,7 +93,8 @@ def print_report(found: dict[str, Any], *, as_json: bool = False) -> None:
         "cores",
         f"{len(usable)} of {found['cores']['machine']} usable ({_ranges(usable)})",
     )
-    facts.add_row("GPUs", ", ".join(found["gpus"]) or "none")
+    facts.add_row("GPUs of torch", ", ".join(found["gpus"]) or "none")
+    add_rows(facts, found["cuda"])
     console.print(facts)
 
     table = Table("implementation", "here", "why")
@@ -106,7 +110,7 @@ def print_report(found: dict[str, Any], *, as_json: bool = False) -> None:
 def check_implementations() -> dict[str, str | None]:
     """In a rank: a small product with each implementation; why it failed, or None.
 
-    On CPU tensors, but "triton" on GPUs where there are any.
+    On CPU tensors, but "triton" and "cuda" on GPUs where there are any.
     """
     problems: dict[str, str | None] = {}
     gpus = torch.cuda.device_count()
@@ -118,7 +122,7 @@ def check_implementations() -> dict[str, str | None]:
         inputs = torch.stack([x - group.rank + other for other in range(group.size)])
         expected = inputs.sum(0) @ weight.T
         for name in IMPLEMENTATIONS:
-            device = "cuda" if name == "triton" and gpus else "cpu"
+            device = "cuda" if name in ("triton", "cuda") and gpus else "cpu"
             problems[name] = obstacle(name, group, weight.shape[0], x.dtype, device)
             if problems[name]:
                 continue
@@ -160,9 +164,8 @@ def _extension(name: str) -> dict[str, Any]:
     try:
         module = importlib.import_module(f"tp_kernels.{name}")
     except ImportError as error:
-        present = any(Path(__file__).parents[1].glob(f"{name}.*.so"))
-        why = f"cannot be loaded: {error}" if present else "not built"
-        return {"built": False, "detail": why}
+        missing = isinstance(error, ModuleNotFoundError)
+        return {"built": False, "detail": "not built" if missing else f"cannot be loaded: {error}"}
     info = module.build_info() if hasattr(module, "build_info") else {}
     detail = ", ".join(f"{key} {value}" for key, value in info.items())
     return {"built": True, "detail": detail or str(module.__file__)}

@@ -34,6 +34,15 @@ inline constexpr std::int64_t kSignalBytes = 512;
 enum RecordWord { kState, kRank, kOperation, kChannel, kSignal, kPeer, kExpected, kSeen, kRecordWords };
 enum RecordState : std::int32_t { kIntact = 0, kFilling = 1, kFailed = 2 };
 
+// Who waits for what, as the record of a wait that expired has it.
+struct Wait {
+  std::int32_t rank;
+  std::int32_t operation;
+  std::int32_t channel;
+  std::int32_t signal;
+  std::int32_t peer;
+};
+
 // What a kernel needs to know of a workspace. Passed by value.
 struct Workspace {
   const std::int64_t* table;  // address of the region of every rank, in the memory of the device

@@ -1,0 +1,160 @@
+"""Gates of the module _cuda as it was compiled: images, registers, matrix units, the order of signals."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from build_tools.options import DEFAULT_ARCHITECTURES, CudaBuild, cuda_build, parse_architectures
+from tests.build import machine_code
+from tests.build.machine_code import Function
+
+ROOT = Path(__file__).parents[2]
+BUILD = cuda_build(os.environ)
+if not isinstance(BUILD, CudaBuild):
+    pytest.skip(BUILD, allow_module_level=True)  # "nvcc is not installed: ..."
+NATIVE = importlib.import_module("tp_kernels._cuda")
+FILE = Path(NATIVE.__file__ or "")
+FUNCTIONS = machine_code.functions(FILE)
+IMAGES = [image for one in BUILD.architectures for image in one.images]
+MACHINE = {image for image in IMAGES if image.startswith("sm_")}
+TOOLKIT = BUILD.toolkit.name
+PRODUCTS = ["sm_90a"] if BUILD.cutlass and any((ROOT / "csrc/cuda/gemm_sm90").glob("*.cu")) else []
+
+
+def test_images_are_those_promised():
+    assert set(machine_code.images(FILE)) == set(IMAGES)
+    info = NATIVE.build_info()
+    assert info["archs"].split() == IMAGES
+    assert info["cuda"].startswith(TOOLKIT)
+
+
+def test_promise():
+    newest = DEFAULT_ARCHITECTURES[max(DEFAULT_ARCHITECTURES)]
+    promised = [image for one in parse_architectures(newest, "") for image in one.images]
+    assert promised == ["sm_80", "sm_90a", "sm_100", "sm_120", "compute_120"]
+
+
+def test_every_kernel_is_in_every_image():
+    """But for products, which are of one."""
+    assert NATIVE.build_info()["gemm_archs"].split() == PRODUCTS
+    where: dict[str, set[str]] = {}
+    for one in FUNCTIONS:
+        where.setdefault(one.name, set()).add(one.image)
+    wanted = [MACHINE, set(PRODUCTS)] if PRODUCTS else [MACHINE]
+    assert all(found in wanted for found in where.values()), where
+    assert all(one in where.values() for one in wanted)
+
+
+def test_nothing_is_spilled_and_signals_are_in_order():
+    found = {f"{one.image} {one.name}": machine_code.problems(one) for one in FUNCTIONS}
+    assert {name: problems for name, problems in found.items() if problems} == {}
+
+
+def test_products_use_the_matrix_units():
+    elsewhere = {one.name for one in FUNCTIONS if one.image != "sm_90a"}
+    products = [one for one in FUNCTIONS if one.name not in elsewhere]
+    assert bool(products) == bool(PRODUCTS)
+    assert [one.name for one in products if not any(c.startswith("HGMMA") for c in one.code)] == []
+
+
+def test_kernels_take_what_is_recorded():
+    recorded = machine_code.read_table(TOOLKIT)
+    if not recorded:
+        pytest.skip("resources.json is of another CUDA")
+    taken = machine_code.table(FILE)
+    assert {image: taken[image] for image in taken if image in recorded} == {
+        image: rows for image, rows in recorded.items() if image in MACHINE
+    }, "if this is meant: python -m tests.build.machine_code"
+
+
+SOUND = (
+    *("STG.E.128", "BAR.SYNC.DEFER_BLOCKING", "MEMBAR.ALL.SYS", "ERRBAR", "STG.E.STRONG.SYS"),
+    *("LDG.E.STRONG.SYS", "CCTL.IVALL", "STG.E", "BAR.RED.OR.DEFER_BLOCKING", "LDG.E.128"),
+)
+
+
+def judged(*code: str, local: int = 0) -> str:
+    return "; ".join(machine_code.problems(Function("sm_90a", "kernel", 32, 0, local, code)))
+
+
+def test_sound_code_has_no_problem():
+    assert judged(*SOUND) == ""
+
+
+@pytest.mark.parametrize(
+    ("missing", "problem"),
+    [
+        ("MEMBAR.ALL.SYS", "a signal after STG.E.128 without a fence of the system between"),
+        ("BAR.SYNC.DEFER_BLOCKING", "a signal after STG.E.128 without a barrier between"),
+        ("CCTL.IVALL", "LDG.E.128 after a flag was read without emptying the cache between"),
+        ("BAR.RED.OR.DEFER_BLOCKING", "LDG.E.128 after a flag was read without a barrier between"),
+    ],
+)
+def test_what_is_missing_is_found(missing, problem):
+    assert problem in judged(*(one for one in SOUND if one != missing))
+
+
+@pytest.mark.parametrize(
+    ("added", "problem"),
+    [
+        ("STG.E.STRONG.GPU", "a store at a scope that other devices do not see"),
+        ("LDG.E.128.CONSTANT", "data of others read as if it never changed"),
+        ("STG.E.STRONG.SYS", ""),
+    ],
+)
+def test_what_is_added_is_found(added, problem):
+    assert problem in judged(*SOUND, added)
+
+
+def test_spills_are_found():
+    assert "8 bytes of registers are spilled" in judged(local=8)
+    assert judged("STG.E.STRONG.SYS") == "a signal without a fence of the system before it"
+    assert judged("LDG.E.STRONG.SYS") == "a flag is read and the cache not emptied"
+
+
+# What a change of a source, or a flag of the compiler, makes of a kernel.
+MUTANTS = [
+    ("release.sys", "relaxed.sys", "without a fence of the system"),
+    ("release.sys", "release.gpu", "a store at a scope that other devices do not see"),
+    ("acquire.sys", "relaxed.sys", "without emptying the cache"),
+    ("__syncthreads();", "", "a signal after"),
+    ("__syncthreads_or(value)", "value", "after a flag was read without a barrier"),
+]
+
+
+def compiled(folder: Path) -> list[Function]:
+    cubin = folder / "kernel.cubin"
+    command = [BUILD.toolkit.nvcc, "-cubin", "-arch=sm_90a", "-std=c++17", "-O3"]
+    paths = [f"-I{folder}/csrc/include", f"-I{folder}/csrc/cuda", "-o", cubin]
+    subprocess.run([*command, *paths, folder / "csrc/cuda/all_gather.cu"], check=True)
+    machine_code.functions.cache_clear()
+    return machine_code.functions(cubin)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("text", "instead", "problem"), MUTANTS, ids=lambda text: text[:24])
+def test_mutant_is_found(tmp_path, text, instead, problem):
+    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    device = tmp_path / "csrc/cuda/device.h"
+    source = device.read_text()
+    assert text in source
+    device.write_text(source.replace(text, instead))
+    found = [one for kernel in compiled(tmp_path) for one in machine_code.problems(kernel)]
+    assert any(problem in one for one in found), found
+
+
+@pytest.mark.slow
+def test_spills_of_a_compiler_are_found(tmp_path):
+    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    kernels = compiled(tmp_path)
+    assert kernels and not any(machine_code.problems(one) for one in kernels)
+    source = tmp_path / "csrc/cuda/all_gather.cu"
+    source.write_text(source.read_text().replace("(kMostThreads, 1)", "(kMostThreads, 4)"))
+    cramped = compiled(tmp_path)
+    assert any("spilled" in one for kernel in cramped for one in machine_code.problems(kernel))
