@@ -28,7 +28,7 @@ TPK_DEVICE void all_reduce_one_shot(const std::byte* x, std::byte* out, std::int
   const std::int64_t step = std::int64_t{part} * grid_blocks();
   for (std::int64_t first = c.index * part; first < bytes; first += step) {
     const std::int32_t length = length_of(bytes, first, part);
-    ++c.epoch;
+    advance(c);
     const bool permitted = move_lines(
         lines_of(length),
         [&](std::int32_t i) {
@@ -61,8 +61,7 @@ TPK_DEVICE void all_reduce_two_shots(const std::byte* x, std::byte* out, std::in
       return first + lines.peer(i) * std::int64_t{part} + lines.at(i);
     };
     const auto length = [&](std::int32_t i) { return length_of(bytes, place(i), kLineBytes); };
-    ++c.epoch;
-    const std::int32_t scattered = c.epoch;
+    const std::int32_t scattered = advance(c);
     const bool permitted = move_lines(
         lines.count(), [&](std::int32_t i) { return load_line<Piece>(x + place(i), length(i)); },
         [&] { return observe(c, kCredit, earlier(scattered, w.depth)); },
@@ -73,7 +72,7 @@ TPK_DEVICE void all_reduce_two_shots(const std::byte* x, std::byte* out, std::in
     if (!permitted) return;
     publish(c, kReady, scattered);
     if (!observe(c, kReady, scattered)) return;
-    ++c.epoch;
+    advance(c);
     if (!observe(c, kCredit, earlier(c.epoch, w.depth))) return;
     const std::int64_t mine = first + w.rank * std::int64_t{part};
     const std::int32_t my_length = length_of(bytes, mine, part);
@@ -109,8 +108,7 @@ TPK_DEVICE void all_reduce_by_switch(const std::byte* x, std::byte* out, std::in
   for (std::int64_t first = c.index * part; first < bytes; first += step) {
     const std::int32_t length = length_of(bytes, first, part);
     const std::int32_t lines = lines_of(length);
-    ++c.epoch;
-    const std::int32_t gathered = c.epoch;
+    const std::int32_t gathered = advance(c);
     std::byte* own = buffer(w, w.rank, c.index, gathered, 0);
     const bool permitted = move_lines(
         lines,
@@ -122,7 +120,7 @@ TPK_DEVICE void all_reduce_by_switch(const std::byte* x, std::byte* out, std::in
     if (!permitted) return;
     publish(c, kReady, gathered);
     if (!observe(c, kReady, gathered)) return;
-    ++c.epoch;
+    advance(c);
     if (!observe(c, kCredit, earlier(c.epoch, w.depth))) return;
     const std::int64_t source = buffer_offset(w, c.index, gathered, 0);
     const std::int64_t target = buffer_offset(w, c.index, c.epoch, 0);

@@ -145,7 +145,7 @@ TPK_DEVICE void all_reduce_rms_norm_one_shot(const NormOperands& o, std::int32_t
   const std::int64_t step = std::int64_t{part} * grid_blocks();
   for (std::int64_t first = c.index * part; first < o.rows; first += step) {
     const std::int32_t taken = length_of(o.rows, first, part);
-    ++c.epoch;
+    advance(c);
     const bool permitted = move_lines(
         taken * rows.lines,
         [&](std::int32_t i) {
@@ -184,8 +184,7 @@ TPK_DEVICE void all_reduce_rms_norm_two_shots(const NormOperands& o, std::int32_
     const auto length = [&](std::int32_t i) {
       return rows.length(theirs(lines.peer(i)), lines.line(i));
     };
-    ++c.epoch;
-    const std::int32_t scattered = c.epoch;
+    const std::int32_t scattered = advance(c);
     const bool permitted = move_lines(
         lines.count(),
         [&](std::int32_t i) {
@@ -200,7 +199,7 @@ TPK_DEVICE void all_reduce_rms_norm_two_shots(const NormOperands& o, std::int32_
     if (!permitted) return;
     publish(c, kReady, scattered);
     if (!observe(c, kReady, scattered)) return;
-    ++c.epoch;
+    advance(c);
     if (!observe(c, kCredit, earlier(c.epoch, w.depth))) return;
     const std::int32_t mine = length_of(o.rows, theirs(w.rank), part);
     for (std::int32_t row = 0; row < mine; ++row) {

@@ -29,12 +29,12 @@ class Memory {
     std::memset(memory, static_cast<int>(kPoison), bytes + shift);
   }
   Memory(const Bytes& content, std::size_t shift) : Memory(content.size(), shift) {
-    std::memcpy(data(), content.data(), content.size());
+    std::copy(content.begin(), content.end(), data());
   }
   std::byte* data() { return memory_.get() + shift_; }
   Bytes bytes() {
     Bytes copy(bytes_);
-    std::memcpy(copy.data(), data(), bytes_);
+    std::copy_n(data(), bytes_, copy.begin());
     return copy;
   }
 
