@@ -70,16 +70,14 @@ struct NormRows {
     return line;
   }
 
-  // Keep line i of the row at byte `at`; adds its squares to `squares`.
+  // Keep line i of the row at byte `at`, and its squares.
+  // What is beyond the end of a row is zero.
   TPK_DEVICE void keep(const Line& line, std::int64_t at, std::int32_t i, float& squares) const {
-    const std::int32_t left = bytes - i * kLineBytes;
-    store_line<Piece>(o.s + at + i * kLineBytes, left, line);
+    store_line<Piece>(o.s + at + i * kLineBytes, bytes - i * kLineBytes, line);
     float values[kPerLine<Number>];
     widen<Number>(line, values);
     TPK_UNROLL
-    for (int k = 0; k < kPerLine<Number>; ++k) {
-      if (k * static_cast<int>(sizeof(Piece)) < left) squares += values[k] * values[k];
-    }
+    for (int k = 0; k < kPerLine<Number>; ++k) squares += values[k] * values[k];
   }
 
   // y of the row at byte `at`, of which each thread has kept the lines that it reads here.
