@@ -56,7 +56,8 @@ class ParallelGroup:
             that of GPUs, which "auto" and "host" use for the CUDA device that is current by now.
         timeout: seconds any wait may last before it raises. Shared memory names the rank waited for; a
             process group does so at the deadline, or at once for ranks of this host that died.
-        implementation: force one implementation of every op ("reference", "chunked", "host", "triton").
+        implementation: force one implementation of every op ("reference", "chunked", "host", "triton",
+            "cuda").
         check: compare op, dtype and shape over the ranks before every process-group collective and
             Triton kernel. "auto" does so for CPU tensors; host memory always compares, at no cost.
         window: bytes of one shared buffer; longer messages move in pieces of this size.
@@ -83,10 +84,10 @@ class ParallelGroup:
     ) -> None:
         if provider not in ("auto", "host", "none"):
             raise UnsupportedError(f"provider={provider!r}: use 'auto', 'host' or 'none'")
-        if implementation not in ("auto", "reference", "chunked", "host", "triton"):
+        if implementation not in ("auto", "reference", "chunked", "host", "triton", "cuda"):
             raise UnsupportedError(
-                f"implementation={implementation!r}: use 'auto', 'reference', 'chunked', 'host' or "
-                "'triton'"
+                f"implementation={implementation!r}: use 'auto', 'reference', 'chunked', 'host', "
+                "'triton' or 'cuda'"
             )
         if not timeout > 0:
             raise UnsupportedError(f"timeout={timeout}: use a positive number of seconds")

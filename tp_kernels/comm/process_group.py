@@ -50,7 +50,11 @@ def ordered_sum(parts: Tensor | Sequence[Tensor], bias: Tensor | None, out: Tens
 
 
 class Pending:
-    """A collective in flight; `wait()` returns its result and bounds the wait by the deadline."""
+    """A collective in flight; `wait()` returns its result.
+
+    It bounds the wait by the deadline. Of CUDA tensors the current stream waits and this thread goes on: a
+    deadline would make NCCL wait here, and could not be captured in a graph. The process group has its own.
+    """
 
     def __init__(self, transport: ProcessGroupTransport, work: Any, result: Any) -> None:
         self._transport = transport
@@ -60,7 +64,10 @@ class Pending:
     def wait(self) -> Any:
         start = perf_counter()
         if self._work is not None:
-            self._work.wait(self._transport.deadline)
+            if self._result.is_cuda:
+                self._work.wait()
+            else:
+                self._work.wait(self._transport.deadline)
         self._transport.seconds += perf_counter() - start
         return self._result
 

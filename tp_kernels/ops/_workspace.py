@@ -45,7 +45,7 @@ class GroupWorkspace:
                 f"rank {group.rank}: the first op that runs 'triton' makes memory, which a graph cannot "
                 "capture; call it once before"
             )
-        self.kernels = kernels = _import_together(group, interpreted)
+        self.kernels = kernels = import_together(group, interpreted, "triton")
         shape = kernels.WorkspaceShape(group.size, *_sizes(like), DEPTH)
         staged = 0 if interpreted else STAGED_BYTES
         region = self._region = new_region(group, device, shape.nbytes + staged)
@@ -142,7 +142,7 @@ def _kernels() -> ModuleType:
     return importlib.import_module("tp_kernels.kernels")
 
 
-def _import_together(group: ParallelGroup, interpreted: bool) -> ModuleType:
+def import_together(group: ParallelGroup, interpreted: bool, implementation: str) -> ModuleType:
     """The kernels, imported on all ranks; if that fails on one, all of them raise."""
     problem = ""
     try:
@@ -155,7 +155,7 @@ def _import_together(group: ParallelGroup, interpreted: bool) -> ModuleType:
     answers = group.rendezvous.corner("kernels").exchange("import", problem)
     for rank, answer in enumerate(answers):
         if answer:
-            raise UnsupportedError(f"implementation='triton': rank {rank}: {answer}")
+            raise UnsupportedError(f"implementation={implementation!r}: rank {rank}: {answer}")
     return kernels
 
 

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from tp_kernels.comm.group import ParallelGroup
 from tp_kernels.comm.process_group import Pending, ordered_sum
+from tp_kernels.comm.row_groups import Piece
 from tp_kernels.comm.short_way import SHORT_ROWS
 
 from ._gemm import Between, block_rows, blocks, few_rows, partial_product
 from ._round import RoundReader
+from ._signalled import send_by_groups
 from ._workspace import agree, launch
 
 
@@ -120,7 +122,37 @@ def triton(
     return out
 
 
-IMPLEMENTATIONS = {"reference": reference, "chunked": chunked, "host": host, "triton": triton}
+def cuda(
+    group: ParallelGroup,
+    xs: Sequence[Tensor],
+    ws: Sequence[Tensor],
+    bias: Tensor | None,
+    between: Between = None,
+) -> Tensor:
+    """One product; the process group sums its row groups as they are finished, see _signalled.py.
+
+    Several products are summed as in `triton`.
+    """
+    rows, width = xs[0].shape[0], ws[0].shape[0]
+    group.transport.agree("linear_all_reduce", xs[0], rows, width)
+    out = xs[0].new_empty(rows, width)
+
+    def send(partial: Tensor, pieces: Sequence[Piece]) -> None:
+        (piece,) = pieces
+        summed = _send(group, partial, bias).gather().wait()
+        out[piece.source : piece.source + piece.rows] = summed
+
+    send_by_groups(group, "linear_all_reduce", xs, ws, [rows], send, between)
+    return out
+
+
+IMPLEMENTATIONS = {
+    "reference": reference,
+    "chunked": chunked,
+    "host": host,
+    "triton": triton,
+    "cuda": cuda,
+}
 
 
 class _Block:
