@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from .comm.cuda_support import native_obstacle
 from .comm.devices import MOST_RANKS
 from .comm.errors import UnsupportedError
 from .comm.group import ParallelGroup, as_group
@@ -145,7 +146,9 @@ def _by_groups(
     counts = counts_of(operation, rows, group.size)
     size = rows_of_group(group, operation, counts, width, dtype, device)
     count = -(-max(counts) // size)
-    return f"the process group sends {count} groups of {size} rows; product by the Triton kernel"
+    why_not = native_obstacle(group.cuda_support, "gemm")
+    engine = f"the Triton kernel ({why_not})" if why_not else "the Hopper kernels of _cuda"
+    return f"the process group sends {count} groups of {size} rows; products by {engine}"
 
 
 def _decide(

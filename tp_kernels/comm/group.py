@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .cores import Cores, spare_cores
+from .cuda_support import CudaSupport
 from .devices import DeviceIdentity
 from .errors import CollectiveTimeoutError, TpKernelsError, UnsupportedError
 from .faults import (
@@ -108,6 +109,7 @@ class ParallelGroup:
         self.identities = [HostIdentity.current()]
         # Of every rank; of a rank alone, none is needed.
         self.triton_support: list[TritonSupport] = []
+        self.cuda_support: list[CudaSupport] = []
         self.devices: list[DeviceIdentity] = []
         self.memory: SymmetricMemory | None = None
         self.slot: HostSlot  # with `memory`: for this group's own operations, one after the other
@@ -156,10 +158,12 @@ class ParallelGroup:
             mine = DeviceIdentity(missing=refused)
         else:
             mine = DeviceIdentity.current(torch.device("cuda"))
-        support = json.dumps([TritonSupport.current().to_json(), mine.to_json()])
+        facts = (TritonSupport.current(), CudaSupport.current(), mine)
+        support = json.dumps([fact.to_json() for fact in facts])
         told = [json.loads(text) for text in rendezvous.exchange("kernels", support)]
-        self.triton_support = [TritonSupport.from_json(triton) for triton, _ in told]
-        self.devices = [DeviceIdentity.from_json(device) for _, device in told]
+        self.triton_support = [TritonSupport.from_json(triton) for triton, _, _ in told]
+        self.cuda_support = [CudaSupport.from_json(cuda) for _, cuda, _ in told]
+        self.devices = [DeviceIdentity.from_json(device) for _, _, device in told]
         self._transport = ProcessGroupTransport(pg, self.rank, self.size, self.timeout, check)
         self._obstacle = refused or (
             "one rank" if self.size == 1 else host_obstacle(self.identities)

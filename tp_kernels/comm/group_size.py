@@ -57,7 +57,9 @@ NVLINK, NETWORK = 200e9, 20e9  # guesses: of ranks that address each other's mem
 LATENCY = 40e-6  # a guess: two collectives of NCCL, and three short kernels
 
 
-def seconds(groups: RowGroups, n: int, k: int, itemsize: int, crossings: float, rates: Rates) -> float:
+def seconds(
+    groups: RowGroups, n: int, k: int, itemsize: int, crossings: float, rates: Rates
+) -> float:
     """From the start of x [groups.total, k] times w [n, k] to the arrival of its last group.
 
     crossings: of the link, for each byte of the result.

@@ -73,7 +73,9 @@ def group_of(
     after = tile - full * each
     beyond = after - mixed
     group = tl.where(
-        after < 0, tile // each, tl.where(beyond < 0, full, full + 1 + tl.maximum(beyond, 0) // rest)
+        after < 0,
+        tile // each,
+        tl.where(beyond < 0, full, full + 1 + tl.maximum(beyond, 0) // rest),
     )
     index = tl.where(after < 0, tile % each, tl.where(beyond < 0, after, beyond % rest))
     return group, index

@@ -18,10 +18,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from tp_kernels.comm.cuda_support import native_obstacle
 from tp_kernels.comm.errors import UnsupportedError
 from tp_kernels.comm.group import ParallelGroup
 from tp_kernels.comm.group_size import rows_of_group
@@ -50,6 +52,9 @@ class Signals:
                 "call it once before"
             )
         import_together(group, not like.is_cuda, "cuda")
+        self._hopper: ModuleType | None = None
+        if like.is_cuda and native_obstacle(group.cuda_support, "gemm") is None:
+            self._hopper = importlib.import_module("tp_kernels.native.gemm")
         self._product = importlib.import_module("tp_kernels.kernels.linear_signalled")
         self._waiting = importlib.import_module("tp_kernels.kernels.wait_for_group")
         self._timeout, self._rank = group.timeout, group.rank
@@ -91,16 +96,22 @@ class Signals:
         buffer: Tensor,
         counters: Tensor,
     ) -> list[int]:
-        """Launch the product; what the counters come to."""
-        tiling = self._product.tiling_of(xs[0], groups)
-        self._product.linear_signalled(
-            xs, ws, groups, buffer, counters, reserved=RESERVED, tiling=tiling
-        )
+        """Launch the product; what the counters come to.
+
+        Ranks may take different kernels: nobody else sees the tiles.
+        """
+        hopper = self._hopper if len(xs) == 1 else None
+        if hopper is not None and hopper.signalled_obstacle(xs[0], ws[0]) is None:
+            block_m, block_n = hopper.signalled_tile(xs[0], ws[0])
+            hopper.signalled_linear(xs[0], ws[0], groups, buffer, counters, reserved=RESERVED)
+        else:
+            tiling = self._product.tiling_of(xs[0], groups)
+            block_m, block_n = tiling.block_m, tiling.block_n
+            self._product.linear_signalled(
+                xs, ws, groups, buffer, counters, reserved=RESERVED, tiling=tiling
+            )
         width = buffer.shape[1]
-        return [
-            groups.tiles(index, tiling.block_m, tiling.block_n, width)
-            for index in range(len(groups))
-        ]
+        return [groups.tiles(index, block_m, block_n, width) for index in range(len(groups))]
 
     def wait(self, operation: str, counters: Tensor, rows: Tensor, group: int, tiles: int) -> None:
         """Let the current stream wait for the group whose part of the buffer is `rows`."""
