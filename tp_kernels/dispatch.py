@@ -21,13 +21,14 @@ from .comm.regions import region_obstacle
 from .comm.triton_support import first_obstacle, triton_obstacle
 
 IMPLEMENTATIONS = ("reference", "chunked", "host", "triton", "cuda")
+GATHERS = ("all_gather_linear", "linear_reduce_scatter.backward")
 OPERATIONS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce", "copy_linear")
 
 # Rows from which pieces are worth a collective each: below, the latency of a second gloo or NCCL call
 # exceeds what overlap can hide.
 CHUNKED_MIN_ROWS = 256
-# Whether the Triton kernels, and the overlap with the process group, have passed `make gpu-check` on some GPU.
-# Until then nobody gets them unasked.
+# Whether the Triton kernels, and the overlap with the process group, have passed `make gpu-check` on some
+# GPU. Until then nobody gets them unasked.
 TRITON_PROVEN = False
 CUDA_PROVEN = False
 
@@ -146,6 +147,8 @@ def _by_groups(
     counts = counts_of(operation, rows, group.size)
     size = rows_of_group(group, operation, counts, width, dtype, device)
     count = -(-max(counts) // size)
+    if operation in GATHERS:
+        return f"the process group gathers {count} groups of {size} rows, products follow it"
     why_not = native_obstacle(group.cuda_support, "gemm")
     engine = f"the Triton kernel ({why_not})" if why_not else "the Hopper kernels of _cuda"
     return f"the process group sends {count} groups of {size} rows; products by {engine}"

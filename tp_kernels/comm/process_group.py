@@ -7,6 +7,7 @@ all-reduce, with an order that does not depend on the transport.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from datetime import timedelta
 from time import perf_counter
@@ -120,8 +121,11 @@ class ProcessGroupTransport:
         )
         return Pending(self, work, out)
 
-    def all_gather(self, x: Tensor, counts: Sequence[int]) -> Pending:
-        """Rows of every rank, [sum(counts), ...]. Uneven counts are padded to the largest."""
+    def all_gather(self, x: Tensor, counts: Sequence[int], out: Tensor | None = None) -> Pending:
+        """Rows of every rank, [sum(counts), ...]. Uneven counts are padded to the largest.
+
+        out: contiguous memory for the result of even counts; not used if it has not just the size.
+        """
         largest = max(counts)
         if largest * x.shape[1:].numel() == 0:
             return Pending(self, None, x.new_empty(sum(counts), *x.shape[1:]))
@@ -130,7 +134,9 @@ class ProcessGroupTransport:
         if x.shape[0] < largest:
             padded = x.new_zeros(largest, *x.shape[1:])
             padded[: x.shape[0]] = x
-        table = x.new_empty(self.size * largest, *x.shape[1:])
+        shape = (self.size * largest, *x.shape[1:])
+        fits = even and out is not None and out.numel() == math.prod(shape)
+        table = out.view(shape) if fits and out is not None else x.new_empty(shape)
         work = _all_gather(_raw(table).view(-1), _raw(padded).view(-1), self.group, async_op=True)
         if even:
             return Pending(self, work, table)

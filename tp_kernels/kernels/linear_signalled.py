@@ -49,17 +49,17 @@ def rows_in(group, rows, size):
 
 @device_function
 def tiles_of(
-    group, small, larger, unit, parts, size, column_blocks, BLOCK_M: tl.constexpr
+    group, small, larger, unit, destinations, size, column_blocks, BLOCK_M: tl.constexpr
 ):  # fmt: skip
     """(row blocks of `group` in a longer part, in a shorter one, tiles of the group)."""
     longer = tl.cdiv(rows_in(group, small + unit, size), BLOCK_M)
     shorter = tl.cdiv(rows_in(group, small, size), BLOCK_M)
-    return longer, shorter, (larger * longer + (parts - larger) * shorter) * column_blocks
+    return longer, shorter, (larger * longer + (destinations - larger) * shorter) * column_blocks
 
 
 @device_function
 def group_of(
-    tile, small, larger, unit, parts, size, column_blocks, BLOCK_M: tl.constexpr
+    tile, small, larger, unit, destinations, size, column_blocks, BLOCK_M: tl.constexpr
 ):  # fmt: skip
     """(group, which of its tiles) of `tile`.
 
@@ -67,8 +67,8 @@ def group_of(
     those of the longer parts only.
     """
     full = small // size
-    _, _, each = tiles_of(0, size, 0, 0, parts, size, column_blocks, BLOCK_M)
-    _, _, mixed = tiles_of(full, small, larger, unit, parts, size, column_blocks, BLOCK_M)
+    _, _, each = tiles_of(0, size, 0, 0, destinations, size, column_blocks, BLOCK_M)
+    _, _, mixed = tiles_of(full, small, larger, unit, destinations, size, column_blocks, BLOCK_M)
     _, _, rest = tiles_of(0, size, 0, 0, tl.maximum(larger, 1), size, column_blocks, BLOCK_M)
     after = tile - full * each
     beyond = after - mixed
@@ -83,13 +83,13 @@ def group_of(
 
 @device_function
 def tile_at(
-    tile, small, larger, unit, parts, size, column_blocks, BLOCK_M: tl.constexpr,
+    tile, small, larger, unit, destinations, size, column_blocks, BLOCK_M: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
     """(group, first row in x, first row in out, rows, column block) of `tile`."""
-    group, index = group_of(tile, small, larger, unit, parts, size, column_blocks, BLOCK_M)
+    group, index = group_of(tile, small, larger, unit, destinations, size, column_blocks, BLOCK_M)
     longer, shorter, tiles = tiles_of(
-        group, small, larger, unit, parts, size, column_blocks, BLOCK_M
+        group, small, larger, unit, destinations, size, column_blocks, BLOCK_M
     )
     block, column_block = place(index, tiles // column_blocks, column_blocks, GROUP)
     in_longer = block < larger * longer
@@ -101,28 +101,28 @@ def tile_at(
     rows = tl.where(in_longer, of_longer, of_shorter) - down
     before = group * size  # rows of each part in the groups before, if it has so many
     target = larger * tl.minimum(small + unit, before)
-    target += (parts - larger) * tl.minimum(small, before)
+    target += (destinations - larger) * tl.minimum(small, before)
     target += tl.minimum(part, larger) * of_longer + tl.maximum(part - larger, 0) * of_shorter
     source = start_of(part, small, larger, unit) + before
     return group, source + down, target + down, tl.minimum(rows, BLOCK_M), column_block
 
 
-@triton.jit(do_not_specialize=["small", "larger", "unit", "parts", "size", "tiles"])
+@triton.jit(do_not_specialize=["small", "larger", "unit", "destinations", "size", "tiles"])
 def multiply_by_groups(
-    operands, out, counters, small, larger, unit, parts, size, tiles, width,
+    operands, out, counters, small, larger, unit, destinations, size, tiles, width,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
     """x_i [rows, K_i] and w_i [width, K_i] in `operands`; out [rows, width], counters [groups].
 
-    small, larger, unit: rows of the `parts` destinations, see start_of. size: of a group, in each of them.
+    small, larger, unit: rows of the `destinations`, see start_of. size: rows of each in a group.
     """
     m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     column_blocks = tl.cdiv(width, BLOCK_N)
     tile = tl.program_id(0)
     while tile < tiles:
         group, source, target, rows, column_block = tile_at(
-            tile, small, larger, unit, parts, size, column_blocks, BLOCK_M, GROUP
+            tile, small, larger, unit, destinations, size, column_blocks, BLOCK_M, GROUP
         )
         right = column_block * BLOCK_N
         value = product(

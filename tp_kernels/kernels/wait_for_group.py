@@ -25,10 +25,10 @@ LANES = 32
 
 @triton.jit(do_not_specialize=["group", "tiles", "elements", "rank", "timeout"])
 def await_group(
-    counters, rows, record, group, tiles, elements, rank, timeout,
+    counters, out, record, group, tiles, elements, rank, timeout,
     OPERATION: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Until counters[group] is `tiles`; rows [elements] are those of the group."""
+    """Until counters[group] is `tiles`; out [elements] are the rows of the group."""
     lanes = tl.arange(0, LANES)
     alive = largest(tl.load(record + lanes * 0)) == 0
     alive = wait(
@@ -39,7 +39,7 @@ def await_group(
         nothing = tl.full([LANES], float("nan"), tl.float32)
         for start in range(0, elements, LANES):
             mask = start + lanes < elements
-            tl.store(rows + start + lanes, narrow(nothing, rows.dtype.element_ty), mask=mask)
+            tl.store(out + start + lanes, narrow(nothing, out.dtype.element_ty), mask=mask)
 
 
 def wait_for_group(

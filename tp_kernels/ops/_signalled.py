@@ -19,6 +19,7 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -38,6 +39,10 @@ from ._workspace import import_together
 RESERVED = 16
 
 
+# Parts [W, ...] of a sum, bias [N] or None, out, start: as `sum_parts` of tp_kernels.kernels.
+Add: TypeAlias = Callable[[Tensor, Tensor | None, Tensor, int], Tensor]
+
+
 class Signals:
     """What a group needs for it on one kind of device. Construction is collective.
 
@@ -51,7 +56,7 @@ class Signals:
                 f"rank {group.rank}: the first op that runs 'cuda' makes what a graph cannot capture; "
                 "call it once before"
             )
-        import_together(group, not like.is_cuda, "cuda")
+        self.add: Add = import_together(group, not like.is_cuda, "cuda").sum_parts
         self._hopper: ModuleType | None = None
         if like.is_cuda and native_obstacle(group.cuda_support, "gemm") is None:
             self._hopper = importlib.import_module("tp_kernels.native.gemm")
@@ -158,15 +163,16 @@ def send_by_groups(
     xs: Sequence[Tensor],
     ws: Sequence[Tensor],
     counts: Sequence[int],
-    send: Callable[[Tensor, Sequence[Piece]], None],
+    send: Callable[[Tensor, Sequence[Piece], Add], None],
     between: Between,
 ) -> None:
-    """The product sum_i x_i W_i^T, and `send(rows, pieces)` of each group of it in turn.
+    """The product sum_i x_i W_i^T, and `send(rows, pieces, add)` of each group of it in turn.
 
     Args:
         xs, ws: [R, K_i] and [N, K_i].
         counts: of the R rows for each destination, or [R] if they all go one way.
-        send: gets rows [.., N] of the group, by destination, and where they are in the product.
+        send: gets rows [.., N] of the group, by destination, where they are in the product, and what sums
+            parts in one launch.
         between: called when all is on its way.
     """
     width = ws[0].shape[0]
@@ -181,6 +187,6 @@ def send_by_groups(
                 for index in range(len(groups)):
                     rows = buffer[groups.start(index) : groups.start(index + 1)]
                     own.wait(operation, counters, rows, index, tiles[index])
-                    send(rows, groups.ranges(index))
+                    send(rows, groups.ranges(index), own.add)
             if between:
                 between()

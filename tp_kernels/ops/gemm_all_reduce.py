@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from tp_kernels.comm.group import ParallelGroup
-from tp_kernels.comm.process_group import Pending, ordered_sum
+from tp_kernels.comm.process_group import Pending
 from tp_kernels.comm.row_groups import Piece
 from tp_kernels.comm.short_way import SHORT_ROWS
 
-from ._gemm import Between, block_rows, blocks, few_rows, partial_product
+from ._gemm import Between, add_parts, block_rows, blocks, few_rows, partial_product
 from ._round import RoundReader
-from ._signalled import send_by_groups
+from ._signalled import Add, send_by_groups
 from ._workspace import agree, launch
 
 
@@ -137,10 +137,12 @@ def cuda(
     group.transport.agree("linear_all_reduce", xs[0], rows, width)
     out = xs[0].new_empty(rows, width)
 
-    def send(partial: Tensor, pieces: Sequence[Piece]) -> None:
+    def send(partial: Tensor, pieces: Sequence[Piece], add: Add) -> None:
         (piece,) = pieces
-        summed = _send(group, partial, bias).gather().wait()
-        out[piece.source : piece.source + piece.rows] = summed
+        target = out[piece.source : piece.source + piece.rows]
+        summed = _send(group, partial, bias).gather(add, target).wait()
+        if summed.data_ptr() != target.data_ptr():
+            target.copy_(summed)
 
     send_by_groups(group, "linear_all_reduce", xs, ws, [rows], send, between)
     return out
@@ -163,19 +165,15 @@ class _Block:
     ) -> None:
         self._group, self._pending, self._partial, self._bias = group, pending, partial, bias
 
-    def gather(self) -> _Gathering:
-        """Sum this rank's part and send the sum to everybody."""
+    def gather(self, add: Add = add_parts, out: Tensor | None = None) -> _Gathering:
+        """Sum this rank's part and send the sum to everybody; to `out` if it is of the right size."""
         partial, group = self._partial, self._group
         if self._pending is None:
             return _Gathering(None, partial)
         parts = self._pending.wait()
-        bias = self._bias
-        if bias is not None:
-            first = group.rank * parts.shape[1]
-            index = torch.arange(first, first + parts.shape[1], device=bias.device)
-            bias = bias[index % bias.numel()]
-        mine = ordered_sum(parts, bias, parts.new_empty(1, parts.shape[1]))
-        return _Gathering(group.transport.all_gather(mine, [1] * group.size), partial)
+        length = parts.shape[1]
+        mine = add(parts, self._bias, parts.new_empty(1, length), group.rank * length)
+        return _Gathering(group.transport.all_gather(mine, [1] * group.size, out), partial)
 
 
 class _Gathering:
