@@ -32,7 +32,7 @@ from tp_kernels.comm.row_groups import Piece, RowGroups
 
 from ._gemm import Between
 from ._op import device_type
-from ._workspace import import_together
+from ._workspace import import_together, layout_of
 
 # Multiprocessors that a product leaves to the collectives. A guess: NCCL takes 16 to 32 blocks on an H100, of
 # which two fit on one.
@@ -152,7 +152,12 @@ def signals_of(group: ParallelGroup, like: Tensor) -> Signals:
 def groups_of(
     group: ParallelGroup, operation: str, like: Tensor, counts: Sequence[int], width: int
 ) -> RowGroups:
-    """In which groups rows of `width` elements, `counts` for each destination, travel."""
+    """In which groups rows of `width` elements, `counts` for each destination, travel. Collective.
+
+    Raises:
+        GroupMismatchError: ranks differ in this, as far as ProcessGroupTransport compares.
+    """
+    group.transport.agree(f"{operation} cuda", like, sum(counts), width, layout_of(counts))
     size = rows_of_group(group, operation, counts, width, like.dtype, device_type(like))
     return RowGroups(counts, size)
 
@@ -166,7 +171,7 @@ def send_by_groups(
     send: Callable[[Tensor, Sequence[Piece], Add], None],
     between: Between,
 ) -> None:
-    """The product sum_i x_i W_i^T, and `send(rows, pieces, add)` of each group of it in turn.
+    """The product sum_i x_i W_i^T, and `send(rows, pieces, add)` of each group of it in turn. Collective.
 
     Args:
         xs, ws: [R, K_i] and [N, K_i].

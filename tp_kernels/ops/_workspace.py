@@ -122,9 +122,7 @@ def agree(
     counts: rows of each rank, or the rows of all. Host memory always compares; CUDA tensors are compared
     where the group was made with check=True, which costs a collective.
     """
-    rows, most = sum(counts), max(counts)
-    # With the sum of the rows, these two say what every rank has: see comm/layout.py.
-    layout = most * (group.size + 1) + list(counts).count(most)
+    rows, layout = sum(counts), layout_of(counts)
     name = f"triton {operation}"
     if not x.is_cpu:
         group.transport.agree(name, x, rows, width, layout)
@@ -136,6 +134,12 @@ def agree(
     while waiting:
         waiting.pop(slot.wait_any(waiting)[0])
     slot.finish()
+
+
+def layout_of(counts: Sequence[int]) -> int:
+    """A number that says, with the sum of the rows, what every rank has: see comm/layout.py."""
+    most = max(counts)
+    return most * (len(counts) + 1) + list(counts).count(most)
 
 
 def _kernels() -> ModuleType:

@@ -172,8 +172,7 @@ def cuda(
 
     As `chunked`, but also the rows are put in their places beside the products.
     """
-    transport, width = group.transport, x.shape[1]
-    transport.agree("all_gather_linear", x, sum(counts), width)
+    width = x.shape[1]
     groups = groups_of(group, "all_gather_linear", x, counts, width)
     gathered = x.new_empty(groups.total, width)
     ys = [x.new_empty(groups.total, w.shape[0]) for w in ws]
@@ -185,7 +184,7 @@ def cuda(
                 pieces = groups.ranges(index)
                 start, rows = pieces[group.rank].source - first, pieces[group.rank].rows
                 sizes = [piece.rows for piece in pieces]
-                block = transport.all_gather(x[start : start + rows], sizes).wait()
+                block = group.transport.all_gather(x[start : start + rows], sizes).wait()
                 for piece, part in zip(pieces, block.split(sizes), strict=True):
                     gathered[piece.source : piece.source + piece.rows] = part
                 arrived.append(torch.cuda.current_stream().record_event() if x.is_cuda else None)

@@ -135,10 +135,8 @@ def cuda(
     between: Between = None,
 ) -> Tensor:
     """One product, as gemm_all_reduce.cuda; of each row group every rank gets its rows."""
-    transport, width = group.transport, ws[0].shape[0]
-    transport.agree("linear_reduce_scatter", xs[0], sum(counts), width)
-    out = xs[0].new_empty(counts[group.rank], width)
-    first = starts(counts)[group.rank]
+    transport, first = group.transport, starts(counts)[group.rank]
+    out = xs[0].new_empty(counts[group.rank], ws[0].shape[0])
 
     def send(partial: Tensor, pieces: Sequence[Piece], add: Add) -> None:
         mine, sizes = pieces[group.rank], [piece.rows for piece in pieces]
