@@ -56,7 +56,7 @@ from tp_kernels.ops import _signalled
 from tp_kernels.ops._signalled import Signals
 
 # Of several groups, the last one with rows for some ranks only; parts of several rows each.
-SEVERAL_GROUPS = (2 * INTERPRETED_ROWS * 2 + 1, 2)
+SEVERAL_GROUPS = (2 * INTERPRETED_ROWS + 1, 2)
 
 
 @contextmanager
@@ -70,12 +70,11 @@ def poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("provider", ["none", "auto"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("size", "provider"), [(2, "none"), (2, "auto"), (3, "none")])
 def test_values_and_gradients(interpreted, size, provider):
-    seed = size if provider == "none" else 2
-    given = [replace(case, implementation="cuda") for op in OPERATIONS for case in cases(op, seed)]
-    given += [several_groups(op, dtype) for op in OPERATIONS for dtype in DTYPES]
+    given = [replace(case, implementation="cuda") for op in OPERATIONS for case in cases(op, size)]
+    dtypes = DTYPES if provider == "none" else DTYPES[::-1]
+    given += [several_groups(op, dtypes[index % 3]) for index, op in enumerate(OPERATIONS)]
     by_rank = interpreted(size).run(against_float64, given, provider)
     for case, *results in zip(given, *by_rank, strict=True):
         assert all(one == results[0] for one in results), f"{case}: ranks have different bits"
