@@ -48,15 +48,15 @@ from tp_kernels import (
     linear_reduce_scatter,
 )
 from tp_kernels.comm.cuda_support import CudaSupport
-from tp_kernels.comm.group_size import INTERPRETED_ROWS
 from tp_kernels.comm.process_group import Pending, ProcessGroupTransport
 from tp_kernels.comm.row_groups import RowGroups
 from tp_kernels.comm.triton_support import TritonSupport
 from tp_kernels.ops import _signalled
 from tp_kernels.ops._signalled import Signals
 
-# Of several groups, the last one with rows for some ranks only; parts of several rows each.
-SEVERAL_GROUPS = (2 * INTERPRETED_ROWS + 1, 2)
+# Of several groups of 16 rows, also for each of three ranks, divided three rows at a time; the last one has
+# an odd number of elements.
+SEVERAL_GROUPS = (23, 3)
 
 
 @contextmanager
