@@ -120,7 +120,7 @@ def misspell() -> None:
     with ParallelGroup(timeout=30) as group:
         for op in OPERATIONS:
             with pytest.raises(
-                UnsupportedError, match="known are reference, chunked, host, triton"
+                UnsupportedError, match="known are reference, chunked, host, triton, cuda"
             ):
                 call(Case(op, implementation="hots"), shard(Case(op), group.size, 0), group)
         assert not group.stats()["calls"]
@@ -145,6 +145,7 @@ def read_explanations() -> None:
         assert text(group) == (
             "linear_all_reduce: reference (too small to overlap)\n"
             "  not triton: CPU tensors run in Triton's interpreter, which is for tests\n"
+            "  not cuda: CPU tensors run in Triton's interpreter, which is for tests\n"
             "  not host: provider='none' was asked for\n"
             f"  not chunked: 4 rows < {CHUNKED_MIN_ROWS}: one collective is faster"
         )
@@ -259,7 +260,7 @@ def choose_for_cuda() -> None:
             choice = explain_linear(group, device="cuda")
             assert choice.rejected.get("triton") == found
         assert choice.implementation == "triton"
-        assert set(choice.rejected) == {"host", "chunked", "reference"}
+        assert set(choice.rejected) == {"host", "cuda", "chunked", "reference"}
         group.decisions.clear()
         with mock.patch.object(dispatch, "TRITON_PROVEN", False):
             choice = explain_linear(group, device="cuda")
