@@ -47,10 +47,8 @@ from tp_kernels import (
     linear_all_reduce,
     linear_reduce_scatter,
 )
-from tp_kernels.comm.cuda_support import CudaSupport
 from tp_kernels.comm.process_group import Pending, ProcessGroupTransport
 from tp_kernels.comm.row_groups import RowGroups
-from tp_kernels.comm.triton_support import TritonSupport
 from tp_kernels.ops import _signalled
 from tp_kernels.ops._signalled import Signals
 
@@ -206,58 +204,6 @@ def explain_on_cpu() -> None:
 def explain_choice(group: ParallelGroup, **options: Any) -> dispatch.Choice:
     given: dict[str, Any] = {"rows": 4096} | options
     return explain("linear_all_reduce", in_features=64, out_features=512, group=group, **given)
-
-
-def test_without_the_interpreter(world):
-    world(2).run(refuse_cpu)
-
-
-def refuse_cpu() -> None:
-    with (
-        ParallelGroup(timeout=30) as group,
-        pytest.raises(UnsupportedError, match="rank 0: CPU tensors need Triton's interpreter"),
-    ):
-        text(group, implementation="cuda")
-
-
-def test_on_gpus(world):
-    world(2).run(choose_for_gpus)
-
-
-HOPPER = CudaSupport(None, 13000, ("sm_90a",), ("sm_90a",), 13000, 90)
-
-
-def choose_for_gpus() -> None:
-    """Where ranks do not reach each other's memory, once it is proven; GPUs are pretended here."""
-    with ParallelGroup(timeout=30, provider="none") as group:
-        group.triton_support = [TritonSupport(None, False, one) for one in (90, 80)]
-        choice = explain_choice(group, device="cuda")
-        assert choice.implementation == "chunked"
-        assert "never run on a GPU so far: ask for it with implementation='cuda'" in str(choice)
-        group.decisions.clear()
-        with (
-            mock.patch.object(dispatch, "CUDA_PROVEN", True),
-            mock.patch.object(dispatch, "TRITON_PROVEN", True),
-        ):
-            choice = explain_choice(group, device="cuda")
-            assert choice.implementation == "cuda"
-            assert choice.reason.startswith("the process group sends ")
-            assert "rows; products by the Triton kernel (rank 0: _cuda is " in choice.reason
-            assert choice.rejected["triton"].startswith("ranks 0 and 1: compute capabilities")
-            assert set(choice.rejected) == {"triton", "host", "reference", "chunked"}
-            few = explain_choice(group, device="cuda", rows=255)
-            assert few.implementation == "reference"
-            assert few.rejected["cuda"] == "255 rows < 256: one collective is faster"
-            group.decisions.clear()
-            group.cuda_support = [HOPPER, replace(HOPPER, capability=100)]
-            assert "(rank 1: compute capability 10.0; " in text(group, device="cuda", rows=999)
-            group.decisions.clear()
-            group.cuda_support = [HOPPER] * 2
-            engine = text(group, device="cuda", rows=999)
-            assert "rows; products by the Hopper kernels of _cuda)" in engine
-            group.decisions.clear()
-            wide = explain_choice(group, device="cuda", dtype=torch.float64)
-            assert wide.implementation == "chunked" and "float64" in wide.rejected["cuda"]
 
 
 def test_one_rank_does_something_else(interpreted):
