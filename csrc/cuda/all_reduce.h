@@ -10,7 +10,7 @@
 // into every word of data (NCCL's LL) would leave one transfer, but doubles the bytes, needs memory in
 // which nothing else is ever stored (here a stale word could be taken for a flag), and cannot tell a
 // peer that was late from one that is there. All else is hidden or short: the loads of x and of the
-// credits, which have long come in all but the first rounds, are under way together, four barriers of a
+// credits, which came long ago in all but the first rounds, are under way together, four barriers of a
 // block take some 20 ns each, the last signal is not waited for, and the next kernel starts meanwhile.
 #pragma once
 
@@ -72,8 +72,7 @@ TPK_DEVICE void all_reduce_two_shots(const std::byte* x, std::byte* out, std::in
     if (!permitted) return;
     publish(c, kReady, scattered);
     if (!observe(c, kReady, scattered)) return;
-    advance(c);
-    if (!observe(c, kCredit, earlier(c.epoch, w.depth))) return;
+    advance(c);  // no credit to wait for: who has begun the last round has ended those before
     const std::int64_t mine = first + w.rank * std::int64_t{part};
     const std::int32_t my_length = length_of(bytes, mine, part);
     sum_lines<Number>(c, scattered, 0, x + mine, my_length, [&](std::int32_t i, const float* sum) {
@@ -120,8 +119,7 @@ TPK_DEVICE void all_reduce_by_switch(const std::byte* x, std::byte* out, std::in
     if (!permitted) return;
     publish(c, kReady, gathered);
     if (!observe(c, kReady, gathered)) return;
-    advance(c);
-    if (!observe(c, kCredit, earlier(c.epoch, w.depth))) return;
+    advance(c);  // no credit to wait for: who has begun the last round has ended those before
     const std::int64_t source = buffer_offset(w, c.index, gathered, 0);
     const std::int64_t target = buffer_offset(w, c.index, c.epoch, 0);
     const std::int64_t stop = std::int64_t{lines} * (w.rank + 1) / w.world;

@@ -3,6 +3,7 @@
 #include <limits>
 
 #include "exchange_calls.h"
+#include "named.h"
 
 using namespace tpk;
 using namespace tpk::test;
@@ -221,15 +222,15 @@ void test_quantized_norm() {
 
 }  // namespace
 
-int main() {
-  test_bits();
-  test_alignment();
-  test_in_place();
-  test_slow_rank();
-  test_epochs_wrap();
-  test_stale_buffers();
-  test_special_numbers();
-  test_narrow_to_e4m3();
-  test_quantized_norm();
-  return 0;
+int main(int argc, char** argv) {
+  return run_tests(argc, argv,
+                   {{"bits", test_bits},
+                    {"alignment", test_alignment},
+                    {"in_place", test_in_place},
+                    {"slow_rank", test_slow_rank},
+                    {"epochs_wrap", test_epochs_wrap},
+                    {"stale_buffers", test_stale_buffers},
+                    {"special_numbers", test_special_numbers},
+                    {"narrow_to_e4m3", test_narrow_to_e4m3},
+                    {"quantized_norm", test_quantized_norm}});
 }

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "check.h"
+#include "named.h"
 #include "tpk/order.h"
 
 using namespace tpk;
@@ -33,7 +34,7 @@ std::vector<int> owners(const Division& division, int world) {
   return ranks;
 }
 
-void test_division(Random& random, int world) {
+void check_division(Random& random, int world) {
   const Division division = random_division(random, world);
   const std::vector<int> ranks = owners(division, world);
   for (int rank = 0; rank < world; ++rank) {
@@ -48,7 +49,7 @@ void test_division(Random& random, int world) {
   CHECK_EQUAL(division.start(world), static_cast<std::int64_t>(ranks.size()));
 }
 
-void test_arrival(Random& random, int world) {
+void check_arrival(Random& random, int world) {
   const Division division = random_division(random, world);
   const Arrival arrival{division, draw(random, 1, 6), draw(random, 1, 12),
                         static_cast<std::int32_t>(draw(random, 1, 5)), world};
@@ -69,7 +70,7 @@ void test_arrival(Random& random, int world) {
   }
 }
 
-void test_arrival_order(Random& random, int world) {
+void check_arrival_order(Random& random, int world) {
   const Division division = random_division(random, world);
   const std::int64_t block = draw(random, 1, 7);
   const int rank = static_cast<int>(draw(random, 0, world - 1));
@@ -94,7 +95,7 @@ void test_arrival_order(Random& random, int world) {
   CHECK(found == expected);
 }
 
-void test_row_groups(Random& random, int parts) {
+void check_row_groups(Random& random, int parts) {
   const Division division = random_division(random, parts);
   const RowGroups groups{division, draw(random, 1, 7), parts};
   const std::int64_t block_m = draw(random, 1, 5), block_n = 8, columns = draw(random, 1, 3);
@@ -157,17 +158,18 @@ void test_large_sizes() {
   CHECK_EQUAL(buffer_offset(w, 0, -1, 0), kSignalBytes + 8 * w.chunk);  // epochs wrap
 }
 
+void many(void (*check)(Random& random, int world)) {
+  Random random(1);
+  for (int round = 0; round < 3000; ++round) check(random, static_cast<int>(draw(random, 1, 8)));
+}
+
 }  // namespace
 
-int main() {
-  Random random(1);
-  for (int round = 0; round < 3000; ++round) {
-    const int world = static_cast<int>(draw(random, 1, 8));
-    test_division(random, world);
-    test_arrival(random, world);
-    test_arrival_order(random, world);
-    test_row_groups(random, world);
-  }
-  test_large_sizes();
-  return 0;
+int main(int argc, char** argv) {
+  return test::run_tests(argc, argv,
+                         {{"division", [] { many(check_division); }},
+                          {"arrival", [] { many(check_arrival); }},
+                          {"arrival_order", [] { many(check_arrival_order); }},
+                          {"row_groups", [] { many(check_row_groups); }},
+                          {"large_sizes", test_large_sizes}});
 }
