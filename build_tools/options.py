@@ -17,10 +17,10 @@ from pathlib import Path
 DEFAULT_HOME = Path("/usr/local/cuda")
 OLDEST_ARCHITECTURE = 80  # the first with bfloat16
 HOPPER = 90  # what the CUTLASS products are written for
-# By the oldest toolkit that knows them all. 90a rather than 90: there is no other device of 9.x that code
-# for 90 would add, and one list serves all files. PTX of the newest is for devices yet to come.
-DEFAULT_ARCHITECTURES = {(12, 8): "80;90a;100;120+PTX", (12, 0): "80;90a;90+PTX"}
-OLDEST_TOOLKIT = min(DEFAULT_ARCHITECTURES)
+OLDEST_TOOLKIT = (12, 8)  # the first that compiles for all of these
+# 90a rather than 90: there is no other device of 9.x that code for 90 would add, and one list serves all
+# files. PTX of the newest is for devices yet to come.
+DEFAULT_ARCHITECTURES = "80;90a;100;120+PTX"
 OLDEST_CUTLASS = (4, 0)
 CUTLASS_REQUIREMENT = "nvidia-cutlass>=4.2,<5"
 GIB = 1 << 30
@@ -189,8 +189,7 @@ def architectures(environment: Mapping[str, str], toolkit: Toolkit) -> tuple[Arc
                 "Set TP_KERNELS_CUDA_ARCHS, or TP_KERNELS_CUDA=0"
             )
     else:
-        newest = max(oldest for oldest in DEFAULT_ARCHITECTURES if oldest <= toolkit.version)
-        chosen = parse_architectures(DEFAULT_ARCHITECTURES[newest], "default")
+        chosen = parse_architectures(DEFAULT_ARCHITECTURES, "default")
     for one in chosen:
         if one.number not in toolkit.architectures:
             known = [n for n in sorted(toolkit.architectures) if n >= OLDEST_ARCHITECTURE]

@@ -12,11 +12,7 @@ template <typename Function>
 Function* driver_function(const char* name) {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-#if CUDART_VERSION >= 12050
   cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found);
-#else
-  cudaGetDriverEntryPoint(name, &function, cudaEnableDefault, &found);
-#endif
   return found == cudaDriverEntryPointSuccess ? reinterpret_cast<Function*>(function) : nullptr;
 }
 

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -182,6 +183,28 @@ def test_doctor_says_what_is_installed(installed, tmp_path, built):
     else:
         assert report["cuda"]["built"]["cuda"] == built.toolkit.name
         assert "not loadable" not in (report["cuda"]["problem"] or "")
+
+
+@pytest.mark.timeout(600)
+def test_sources_build_the_same(tmp_path):
+    """As pip does where it finds no wheel that fits: without git, and with the version of the sources."""
+    clean = dict(os.environ, TP_KERNELS_CUDA="0", PIP_NO_CACHE_DIR="1")
+    built = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--skip-dependency-check"]
+    subprocess.run([*built, "--outdir", tmp_path, ROOT], check=True, env=clean, capture_output=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    assert archive.name == f"tp_kernels-{tp_kernels.__version__}.tar.gz"
+    tracked = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split()
+    needed = [name for name in tracked if name.startswith(("csrc/", "build_tools/", "tp_kernels/"))]
+    with tarfile.open(archive) as tar:
+        names = {name.partition("/")[2] for name in tar.getnames()}
+    assert set(needed) <= names, set(needed) - names
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+    found = ["--no-index", "--find-links", tmp_path, "--wheel-dir", tmp_path, "tp_kernels"]
+    subprocess.run([*pip, *found], check=True, env=clean)
+    (wheel,) = tmp_path.glob("*.whl")
+    files = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith((".py", ".so"))}
+    shipped = {name for name in zipfile.ZipFile(WHEEL).namelist() if name.endswith((".py", ".so"))}
+    assert files == {name for name in shipped if "/_cuda." not in name}
 
 
 @pytest.mark.skipif("CUDA_TORCH" not in os.environ, reason="CUDA_TORCH=1 is not set")

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -15,62 +16,91 @@ from tests.build import machine_code
 from tests.build.machine_code import Function
 
 ROOT = Path(__file__).parents[2]
-BUILD = cuda_build(os.environ)
-if not isinstance(BUILD, CudaBuild):
-    pytest.skip(BUILD, allow_module_level=True)  # "nvcc is not installed: ..."
-NATIVE = importlib.import_module("tp_kernels._cuda")
-FILE = Path(NATIVE.__file__ or "")
-FUNCTIONS = machine_code.functions(FILE)
-IMAGES = [image for one in BUILD.architectures for image in one.images]
-MACHINE = {image for image in IMAGES if image.startswith("sm_")}
-TOOLKIT = BUILD.toolkit.name
-PRODUCTS = ["sm_90a"] if BUILD.cutlass and any((ROOT / "csrc/cuda/gemm_sm90").glob("*.cu")) else []
 
 
-def test_images_are_those_promised():
-    assert set(machine_code.images(FILE)) == set(IMAGES)
-    info = NATIVE.build_info()
-    assert info["archs"].split() == IMAGES
-    assert info["cuda"].startswith(TOOLKIT)
+@pytest.fixture(scope="module")
+def build() -> CudaBuild:
+    found = cuda_build(os.environ)
+    if not isinstance(found, CudaBuild):
+        pytest.skip(found)  # "nvcc is not installed: ..."
+    return found
+
+
+@pytest.fixture(scope="module")
+def native(build) -> ModuleType:
+    return importlib.import_module("tp_kernels._cuda")
+
+
+@pytest.fixture(scope="module")
+def file(native) -> Path:
+    return Path(native.__file__)
+
+
+@pytest.fixture(scope="module")
+def functions(file) -> list[Function]:
+    return machine_code.functions(file)
+
+
+@pytest.fixture(scope="module")
+def images(build) -> list[str]:
+    return [image for one in build.architectures for image in one.images]
+
+
+@pytest.fixture(scope="module")
+def products(build) -> list[str]:
+    """Images of matrix products."""
+    sources = any((ROOT / "csrc/cuda/gemm_sm90").glob("*.cu"))
+    return ["sm_90a"] if build.cutlass and sources else []
+
+
+def test_images_are_those_promised(build, native, file, images):
+    assert set(machine_code.images(file)) == set(images)
+    info = native.build_info()
+    assert info["archs"].split() == images
+    assert info["cuda"].startswith(build.toolkit.name)
 
 
 def test_promise():
-    newest = DEFAULT_ARCHITECTURES[max(DEFAULT_ARCHITECTURES)]
-    promised = [image for one in parse_architectures(newest, "") for image in one.images]
+    chosen = parse_architectures(DEFAULT_ARCHITECTURES, "")
+    promised = [image for one in chosen for image in one.images]
     assert promised == ["sm_80", "sm_90a", "sm_100", "sm_120", "compute_120"]
 
 
-def test_every_kernel_is_in_every_image():
+def test_every_kernel_is_in_every_image(native, functions, images, products):
     """But for products, which are of one."""
-    assert NATIVE.build_info()["gemm_archs"].split() == PRODUCTS
+    assert native.build_info()["gemm_archs"].split() == products
     where: dict[str, set[str]] = {}
-    for one in FUNCTIONS:
+    for one in functions:
         where.setdefault(one.name, set()).add(one.image)
-    wanted = [MACHINE, set(PRODUCTS)] if PRODUCTS else [MACHINE]
+    machine = {image for image in images if image.startswith("sm_")}
+    wanted = [machine, set(products)] if products else [machine]
     assert all(found in wanted for found in where.values()), where
     assert all(one in where.values() for one in wanted)
 
 
-def test_nothing_is_spilled_and_signals_are_in_order():
-    found = {f"{one.image} {one.name}": machine_code.problems(one) for one in FUNCTIONS}
+def test_nothing_is_spilled_and_signals_are_in_order(functions):
+    found = {f"{one.image} {one.name}": machine_code.problems(one) for one in functions}
     assert {name: problems for name, problems in found.items() if problems} == {}
 
 
-def test_products_use_the_matrix_units():
-    elsewhere = {one.name for one in FUNCTIONS if one.image != "sm_90a"}
-    products = [one for one in FUNCTIONS if one.name not in elsewhere]
-    assert bool(products) == bool(PRODUCTS)
-    assert [one.name for one in products if not any(c.startswith("HGMMA") for c in one.code)] == []
+def test_products_use_the_matrix_units(functions, products):
+    elsewhere = {one.name for one in functions if one.image != "sm_90a"}
+    only_hopper = [one for one in functions if one.name not in elsewhere]
+    assert bool(only_hopper) == bool(products)
+    without = [f.name for f in only_hopper if not any(one.startswith("HGMMA") for one in f.code)]
+    assert without == []
 
 
-def test_kernels_take_what_is_recorded():
-    recorded = machine_code.read_table(TOOLKIT)
+def test_kernels_take_what_is_recorded(build, file):
+    recorded = machine_code.read_table(build.toolkit.name)
     if not recorded:
         pytest.skip("resources.json is of another CUDA")
-    taken = machine_code.table(FILE)
-    assert {image: taken[image] for image in taken if image in recorded} == {
-        image: rows for image, rows in recorded.items() if image in MACHINE
-    }, "if this is meant: python -m tests.build.machine_code"
+    taken = machine_code.table(file)
+    common = taken.keys() & recorded.keys()
+    assert common
+    for image in common:
+        meant = "if this is meant: python -m tests.build.machine_code"
+        assert taken[image] == recorded[image], f"{image}; {meant}"
 
 
 SOUND = (
@@ -128,9 +158,9 @@ MUTANTS = [
 ]
 
 
-def compiled(folder: Path) -> list[Function]:
+def compiled(build: CudaBuild, folder: Path) -> list[Function]:
     cubin = folder / "kernel.cubin"
-    command = [BUILD.toolkit.nvcc, "-cubin", "-arch=sm_90a", "-std=c++17", "-O3"]
+    command = [build.toolkit.nvcc, "-cubin", "-arch=sm_90a", "-std=c++17", "-O3"]
     paths = [f"-I{folder}/csrc/include", f"-I{folder}/csrc/cuda", "-o", cubin]
     subprocess.run([*command, *paths, folder / "csrc/cuda/all_gather.cu"], check=True)
     machine_code.functions.cache_clear()
@@ -139,22 +169,22 @@ def compiled(folder: Path) -> list[Function]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("text", "instead", "problem"), MUTANTS, ids=lambda text: text[:24])
-def test_mutant_is_found(tmp_path, text, instead, problem):
+def test_mutant_is_found(build, tmp_path, text, instead, problem):
     shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
     device = tmp_path / "csrc/cuda/device.h"
     source = device.read_text()
     assert text in source
     device.write_text(source.replace(text, instead))
-    found = [one for kernel in compiled(tmp_path) for one in machine_code.problems(kernel)]
+    found = [one for kernel in compiled(build, tmp_path) for one in machine_code.problems(kernel)]
     assert any(problem in one for one in found), found
 
 
 @pytest.mark.slow
-def test_spills_of_a_compiler_are_found(tmp_path):
+def test_spills_of_a_compiler_are_found(build, tmp_path):
     shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
-    kernels = compiled(tmp_path)
+    kernels = compiled(build, tmp_path)
     assert kernels and not any(machine_code.problems(one) for one in kernels)
     source = tmp_path / "csrc/cuda/all_gather.cu"
     source.write_text(source.read_text().replace("(kMostThreads, 1)", "(kMostThreads, 4)"))
-    cramped = compiled(tmp_path)
+    cramped = compiled(build, tmp_path)
     assert any("spilled" in one for kernel in cramped for one in machine_code.problems(kernel))
