@@ -8,11 +8,10 @@
 #include <utility>
 
 #include "device.h"
+#include "gemm_sm90/operands.h"
 #include "tpk/number.h"
 
 #if defined(__CUDACC__)
-#include <cuda.h>
-
 #include <cute/arch/copy_sm90_desc.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/arch/mma_sm90_gmma.hpp>
@@ -24,12 +23,8 @@
 
 namespace tpk::device {
 
-// Which dimension of an operand is contiguous: that of the sum (K), or its rows.
-enum class Major { K, MN };
-
-// Rows of 128 bytes, of which eight lie together with their 16-byte chunks permuted: 64 numbers of the
-// contiguous dimension, times `kLine` of the other.
-inline constexpr int kBlockK = 64;
+// Operands lie in lines of 128 bytes, 64 numbers of the contiguous dimension. The 16-byte chunks of eight
+// lines are permuted together.
 inline constexpr int kSwizzleBytes = 1024;
 
 // Where the matrix units find an operand in shared memory. K-major: one panel of rows x 64. MN-major:
@@ -49,8 +44,6 @@ inline constexpr std::uint32_t kStepBytes = major == Major::K ? 32 : 16 * 128;
 inline constexpr std::uint32_t kAtomBytes = 64 * 128;
 
 #if defined(__CUDACC__)
-
-using TensorMap = CUtensorMap;
 
 TPK_DEVICE std::uint32_t shared_address(const void* pointer) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
@@ -161,7 +154,6 @@ using simt::Barrier;
 using simt::load_box;
 using simt::shared_address;
 using simt::sync_warp;
-using simt::TensorMap;
 
 template <int kRegisters>
 void take_registers() {}

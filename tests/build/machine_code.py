@@ -169,12 +169,15 @@ def _before(code: tuple[str, ...]) -> list[str]:
 
 
 def _after(code: tuple[str, ...]) -> list[str]:
-    """Of a flag that was read: the cache is emptied, then a barrier, then data."""
+    """Of a flag that was read: the cache is emptied, then a barrier, then data.
+
+    Or a fence for the unit that loads tensors, where the thread that has read the flag gives it its orders.
+    """
     emptied = False
     for one in code:
         if one.startswith("CCTL.IVALL"):
             emptied = True
-        elif one.startswith("BAR.") and emptied:
+        elif (one.startswith("BAR.") or one == "FENCE.VIEW.ASYNC.G") and emptied:
             return []
         elif _OBSERVED.match(one) or _SIGNAL.match(one):
             continue

@@ -2,8 +2,8 @@
 
 A rank alone must not decide, see triton_support.py. What a build, a driver and a device can do together is
 decided here by functions of plain values, so that it can be tested, and explained, without any of them.
-Their sources: CUDA C++ Programming Guide, "Compute Capabilities" and "Binary Compatibility"; CUDA
-Compatibility (docs.nvidia.com/deploy/cuda-compatibility); CUDA Toolkit Release Notes, table of drivers.
+Their sources: CUDA C++ Programming Guide, "Binary Compatibility" and "PTX Compatibility"; CUDA Compatibility
+(docs.nvidia.com/deploy/cuda-compatibility), "Minor Version Compatibility".
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 
 # The oldest driver for any toolkit of a major version ("minor version compatibility"), on Linux.
-OLDEST_DRIVER = {11: "450.80", 12: "525.60", 13: "580"}
+OLDEST_DRIVER = {12: "525", 13: "580"}
 # Boards with the processor on them: they do not run the code of other devices of the same major version.
 INTEGRATED = (87,)
 

@@ -14,23 +14,6 @@
 
 namespace tpk::device {
 
-struct Product {
-  std::uint16_t* out;         // [rows, width], contiguous
-  const std::uint16_t* bias;  // [width] or null
-  std::int64_t rows, width;
-  std::int32_t tiles;  // across
-};
-
-struct AwaitArguments {
-  Workspace workspace;
-  Arrival arrival;
-  Product products[kMostPairs];  // of the pair of operands of the same index
-  std::int32_t tiles;       // across all products
-  std::int32_t row_blocks;  // AwaitSum: of the product that has most rows
-  Activation activation;
-  bool add;  // to what is in `out`
-};
-
 // The flags, for the one thread that waits.
 class Arrived {
  public:

@@ -1,21 +1,11 @@
 // Shapes of a product: which tiles, by how many threads, through how much shared memory.
 #pragma once
 
+#include "gemm_sm90/operands.h"
 #include "hopper.h"
 #include "tpk/order.h"
 
 namespace tpk::device {
-
-inline constexpr int kMostPairs = 4;
-
-enum class Activation : std::int32_t { none, gelu, gelu_tanh, silu, relu };
-
-// Pairs of operands a [M, K] and b [N, K] of one dtype and layout.
-struct Operands {
-  TensorMap a[kMostPairs];
-  TensorMap b[kMostPairs];
-  std::int32_t k[kMostPairs];
-};
 
 // A block of the result, as the thread that loads finds it and tells those that multiply, so that only one
 // thread divides integers. A policy sets the first lines.

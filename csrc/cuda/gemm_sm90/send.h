@@ -11,16 +11,6 @@
 
 namespace tpk::device {
 
-struct SendArguments {
-  Workspace workspace;     // of at least two ranks, with chunks that hold a tile
-  Division division;
-  std::uint16_t* out;         // [own rows, width], contiguous
-  const std::uint16_t* bias;  // [width] or null
-  std::int64_t width;
-  std::int32_t row_blocks, columns;  // tiles of the part of the rank that has most, down and across
-  std::int32_t pairs;
-};
-
 template <class Config>
 class Send {
  public:

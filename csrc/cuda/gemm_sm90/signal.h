@@ -7,16 +7,6 @@
 
 namespace tpk::device {
 
-struct SignalArguments {
-  RowGroups groups;
-  std::uint16_t* out;      // [rows, width], contiguous, in the order of the groups
-  std::int32_t* counters;  // of finished tiles, of each group
-  std::int64_t width;
-  std::int64_t columns;  // tiles across
-  std::int64_t tiles;
-  std::int32_t pairs;
-};
-
 template <class Config>
 class Signal {
  public:
