@@ -49,7 +49,7 @@ from tp_kernels import (
 )
 from tp_kernels.comm.process_group import Pending, ProcessGroupTransport
 from tp_kernels.comm.row_groups import RowGroups
-from tp_kernels.ops import _signalled
+from tp_kernels.ops import _signalled, all_gather_gemm
 from tp_kernels.ops._signalled import Signals
 
 # Of several groups of 16 rows, also for each of three ranks, divided three rows at a time; the last one has
@@ -332,59 +332,94 @@ class Gpu:
         return stream
 
     def note(self, what: str) -> None:
-        self.given.append(what)
+        self.given.append(what if " after " in what else f"{what} on {self.current}")
+
+    def on(self, stream: Any) -> Any:
+        """As torch.cuda.stream: it can be entered again."""
+        context = mock.MagicMock()
+        before = self.current
+        context.__enter__.side_effect = lambda *_: setattr(self, "current", stream.label)
+        context.__exit__.side_effect = lambda *_: setattr(self, "current", before)
+        return context
+
+    def signals(self) -> Signals:
+        """With two streams of this device, which note what they are given."""
+        own = Signals.__new__(Signals)
+        own._stream = self.stream("second")
+        own._record = mock.Mock()
+        own._last_record = mock.MagicMock()
+        own._last_record.__getitem__.return_value = 0
+        own._last_record.copy_.side_effect = lambda *_, **__: self.note("record")
+        return own
 
     @contextmanager
-    def on(self, stream: Any) -> Iterator[None]:
-        self.current, before = stream.label, self.current
-        yield
-        self.current = before
+    def instead(self, own: Signals, groups: RowGroups) -> Iterator[None]:
+        with (
+            mock.patch.object(torch, "cuda") as cuda,
+            mock.patch.object(_signalled, "signals_of", return_value=own),
+            mock.patch.object(_signalled, "groups_of", return_value=groups),
+            mock.patch.object(all_gather_gemm, "signals_of", return_value=own),
+            mock.patch.object(all_gather_gemm, "groups_of", return_value=groups),
+        ):
+            cuda.current_stream.side_effect = lambda: self.stream("first")
+            cuda.stream.side_effect = self.on
+            yield
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_order_of_launches(fails):
     """The product first; beside it waits and what sends; after both, by events, whatever comes next."""
     gpu = Gpu()
-    own = Signals.__new__(Signals)
-    own._stream = gpu.stream("second")
-    own._record = mock.Mock()
-    own._last_record = mock.MagicMock()
-    own._last_record.__getitem__.return_value = 0
-    own._last_record.copy_.side_effect = lambda *_, **__: gpu.note(f"record on {gpu.current}")
-    own.start = lambda *_: gpu.note(f"product on {gpu.current}") or [7, 8]
-    own.wait = lambda *args: gpu.note(f"wait for {args[3:]} on {gpu.current}")
+    own = gpu.signals()
+    own.start = lambda *_: gpu.note("product") or [7, 8]
+    own.wait = lambda *args: gpu.note(f"wait for {args[3:]}")
     own.add = mock.Mock()
 
     def send(rows: Tensor, pieces: Any, add: Any) -> None:
-        gpu.note(f"send {len(rows)} rows on {gpu.current}")
+        gpu.note(f"send {len(rows)} rows")
         if fails:
             raise RuntimeError("no network")
 
     x = torch.ones(20, 3)
     with (
-        mock.patch.object(torch, "cuda") as cuda,
-        mock.patch.object(_signalled, "signals_of", return_value=own),
-        mock.patch.object(_signalled, "groups_of", return_value=RowGroups([20], 16)),
+        gpu.instead(own, RowGroups([20], 16)),
         pytest.raises(RuntimeError, match="no network") if fails else nullcontext(),
     ):
-        cuda.current_stream.side_effect = lambda: gpu.stream("first")
-        cuda.stream.side_effect = gpu.on
         _signalled.send_by_groups(
-            mock.Mock(), "linear_all_reduce", [x], [x], [20], send,
-            lambda: gpu.note(f"between on {gpu.current}"),
-        )  # fmt: skip
+            mock.Mock(), "linear_all_reduce", [x], [x], [20], send, lambda: gpu.note("between")
+        )
     begin = ["second after first", "product on first", "wait for (0, 7) on second"]
+    rest = ["wait for (1, 8) on second", "send 4 rows on second", "between on first"]
     end = ["record on second", "first after second"]
-    if fails:
-        assert gpu.given == [*begin, "send 16 rows on second", *end]
-        return
+    sent = ["send 16 rows on second"]
+    assert gpu.given == begin + sent + ([] if fails else rest) + end
+
+
+def test_the_order_of_launches_of_a_gather():
+    """All collectives before the first product; rows are put in their places beside products."""
+    gpu = Gpu()
+    group = mock.Mock(rank=1)
+    ones = torch.ones(40, 3)
+
+    def all_gather(x: Tensor, sizes: list[int]) -> mock.Mock:
+        gpu.note(f"gather {len(x)}")
+        waited = mock.Mock(side_effect=lambda: gpu.note(f"place {sum(sizes)}") or ones)
+        return mock.Mock(wait=waited)
+
+    group.transport.all_gather = all_gather
+    into = lambda rows, *_: gpu.note(f"product {len(rows)}")
+    with (
+        gpu.instead(gpu.signals(), RowGroups([18, 17], 16)),
+        mock.patch.object(all_gather_gemm, "_rows_into", into),
+    ):
+        _, gathered = all_gather_gemm.cuda(group, ones[:17], [ones], [], [18, 17], True)
+    assert gathered.shape == (35, 3) and bool((gathered == 1).all())
     assert gpu.given == [
-        *begin,
-        "send 16 rows on second",
-        "wait for (1, 8) on second",
-        "send 4 rows on second",
-        "between on first",
-        *end,
+        "second after first",
+        *("gather 16 on second", "gather 1 on second", "product 17 on first"),
+        *("place 32 on second", "first after second", "product 16 on first"),
+        *("place 3 on second", "first after second", "product 2 on first"),
+        *("record on second", "first after second"),
     ]
 
 

@@ -56,7 +56,8 @@ class ParallelGroup:
             otherwise, with the reason in `provider_reason`; "host" insists; "none" never shares memory, nor
             that of GPUs, which "auto" and "host" use for the CUDA device that is current by now.
         timeout: seconds any wait may last before it raises. Shared memory names the rank waited for; a
-            process group does so at the deadline, or at once for ranks of this host that died.
+            process group does so at the deadline, or at once for ranks of this host that died. For CUDA
+            tensors its own timeout counts, since only the device waits.
         implementation: force one implementation of every op ("reference", "chunked", "host", "triton",
             "cuda").
         check: compare op, dtype and shape over the ranks before every process-group collective and

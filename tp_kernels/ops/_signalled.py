@@ -91,6 +91,11 @@ class Signals:
         finally:
             with torch.cuda.stream(self._stream):
                 self._last_record.copy_(self._record, non_blocking=True)
+            self.join()
+
+    def join(self) -> None:
+        """Let the current stream follow what the other one has by now."""
+        if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def start(

@@ -177,25 +177,28 @@ def cuda(
     gathered = x.new_empty(groups.total, width)
     ys = [x.new_empty(groups.total, w.shape[0]) for w in ws]
     first = starts(counts)[group.rank]
-    arrived: list[torch.cuda.Event | None] = []
-    with torch.cuda.device_of(x), signals_of(group, x).forked() as beside:
+    own = signals_of(group, x)
+    with torch.cuda.device_of(x), own.forked() as beside:
+        flying = []
         with beside:
             for index in range(len(groups)):
-                pieces = groups.ranges(index)
-                start, rows = pieces[group.rank].source - first, pieces[group.rank].rows
-                sizes = [piece.rows for piece in pieces]
-                block = group.transport.all_gather(x[start : start + rows], sizes).wait()
-                for piece, part in zip(pieces, block.split(sizes), strict=True):
-                    gathered[piece.source : piece.source + piece.rows] = part
-                arrived.append(torch.cuda.current_stream().record_event() if x.is_cuda else None)
+                mine = groups.ranges(index)[group.rank]
+                start = mine.source - first
+                sizes = [piece.rows for piece in groups.ranges(index)]
+                flying.append(group.transport.all_gather(x[start : start + mine.rows], sizes))
         _rows_into(x, first, ws, biases, ys)
-        for index, event in enumerate(arrived):
-            if event is not None:
-                torch.cuda.current_stream().wait_event(event)
+        for index, pending in enumerate(flying):
+            begin = groups.start(index)
+            with beside:
+                block = pending.wait()
+                for piece in groups.ranges(index):
+                    at = piece.target - begin
+                    gathered[piece.source : piece.source + piece.rows] = block[at : at + piece.rows]
+            own.join()
             for peer, piece in enumerate(groups.ranges(index)):
                 if peer != group.rank:
-                    rows_of_peer = gathered[piece.source : piece.source + piece.rows]
-                    _rows_into(rows_of_peer, piece.source, ws, biases, ys)
+                    rows = gathered[piece.source : piece.source + piece.rows]
+                    _rows_into(rows, piece.source, ws, biases, ys)
     return ys, gathered if keep else None
 
 
