@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .comm.cuda_support import native_obstacle
+from .comm.cuda_support import Kernel, native_obstacle
 from .comm.devices import MOST_RANKS
 from .comm.errors import UnsupportedError
 from .comm.group import ParallelGroup, as_group
@@ -31,6 +31,10 @@ CHUNKED_MIN_ROWS = 256
 # GPU. Until then nobody gets them unasked.
 TRITON_PROVEN = False
 CUDA_PROVEN = False
+# Of a rank's rows, that the copy engine of a GPU brings to its peers; larger ones go another way.
+STAGED_BYTES = 32 << 20
+# Of a sum: up to here its latency counts, and nothing of it would be hidden. A guess.
+DECODE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -140,10 +144,57 @@ def _overlap(group: ParallelGroup) -> str:
     return f"sums are taken {how} the product: {group.overlap_reason}"
 
 
-def _by_groups(
+def direct_obstacle(
+    operation: str, group: ParallelGroup, rows: int, width: int, dtype: torch.dtype, device: str
+) -> str | None:
+    """Why "cuda" sends rows through the process group and not straight to its peers, or None.
+
+    Equal on all ranks. rows, width: as of `choose`; see ops/_peers.py.
+    """
+    sums = operation.removesuffix(".backward") in ("linear_all_reduce", "copy_linear")
+    why_not = _native_obstacle(group, "simt" if sums else "gemm", device)
+    if why_not:
+        return why_not
+    if group.size > MOST_RANKS:
+        return f"{group.size} ranks; kernels exchange data between {MOST_RANKS} at most"
+    nbytes = rows * width * dtype.itemsize
+    if sums:
+        if nbytes > DECODE_BYTES:
+            return f"a sum of {nbytes} bytes, more than {DECODE_BYTES}, is worth overlapping"
+        return None
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"Hopper products take bfloat16 and float16, not {dtype}"
+    if operation in GATHERS:
+        if width % 8:
+            return f"rows of {width} elements do not all begin on 16 bytes, as Hopper products need"
+        staged = nbytes // group.size
+        if staged > STAGED_BYTES:
+            return (
+                f"{staged} bytes of rows on a rank, more than the {STAGED_BYTES} of staging memory"
+            )
+    return None
+
+
+def _native_obstacle(group: ParallelGroup, kernel: Kernel, device: str) -> str | None:
+    if device == "cpu":
+        return "CPU tensors have no kernels in CUDA C++"
+    return native_obstacle(group.cuda_support, kernel) or region_obstacle(group, device)
+
+
+def _how(
     operation: str, group: ParallelGroup, rows: int, width: int, dtype: torch.dtype, device: str
 ) -> str:
     """How "cuda" runs it."""
+    why_not = direct_obstacle(operation, group, rows, width, dtype, device)
+    if why_not is None:
+        return "kernels of _cuda write straight to the memory of the peers"
+    return f"{_by_groups(operation, group, rows, width, dtype, device)}; not to peers: {why_not}"
+
+
+def _by_groups(
+    operation: str, group: ParallelGroup, rows: int, width: int, dtype: torch.dtype, device: str
+) -> str:
+    """How the process group takes part."""
     counts = counts_of(operation, rows, group.size)
     size = rows_of_group(group, operation, counts, width, dtype, device)
     count = -(-max(counts) // size)
@@ -176,7 +227,7 @@ def _decide(
                 "use implementation='auto'"
             )
         if group.size > 1:
-            how = f"; {_by_groups(*call)}" if asked == "cuda" else ""
+            how = f"; {_how(*call)}" if asked == "cuda" else ""
             return Choice(operation, asked, f"asked for{how}")
     if group.size == 1:
         names = ("chunked", "host", "triton", "cuda")
@@ -208,24 +259,29 @@ def _on_gpu(
 ) -> Choice | None:
     """The choice for kernels of a GPU, or None and why not in `rejected`."""
     operation, group, rows, width, dtype, device = call
-    for name, proven in (("triton", TRITON_PROVEN), ("cuda", CUDA_PROVEN)):
+    direct = direct_obstacle(*call) is None
+    candidates = [("triton", TRITON_PROVEN), ("cuda", CUDA_PROVEN)]
+    for name, proven in reversed(candidates) if direct else candidates:
         why_not = obstacle(name, group, width, dtype, device)
         if why_not is None and not proven:
             why_not = (
                 f"possible, but never run on a GPU so far: ask for it with implementation={name!r}, "
                 "after `make gpu-check`"
             )
-        if why_not is None and name == "cuda" and rows < CHUNKED_MIN_ROWS:
+        if why_not is None and name == "cuda" and not direct and rows < CHUNKED_MIN_ROWS:
             why_not = f"{rows} rows < {CHUNKED_MIN_ROWS}: one collective is faster"
         if why_not:
             rejected[name] = why_not
             continue
         rejected["host"] = str(obstacle("host", group, width, dtype, device))
         rejected["reference"] = "no overlap"
-        if name == "triton":
-            for other in ("cuda", "chunked"):
-                rejected[other] = "kernels that address the peers are faster than the process group"
-            return Choice(operation, name, "all ranks address each other's memory", rejected)
-        rejected["chunked"] = "pieces would wait for products of their own"
-        return Choice(operation, name, _by_groups(*call), rejected)
+        if name == "cuda" and not direct:
+            rejected["chunked"] = "pieces would wait for products of their own"
+            return Choice(operation, name, _how(*call), rejected)
+        rejected["chunked"] = "kernels that address the peers are faster than the process group"
+        if name == "cuda":
+            rejected.setdefault("triton", "the kernels of _cuda are made for this architecture")
+            return Choice(operation, name, _how(*call), rejected)
+        rejected.setdefault("cuda", str(direct_obstacle(*call)))
+        return Choice(operation, name, "all ranks address each other's memory", rejected)
     return None

@@ -319,6 +319,80 @@ def choose_cuda() -> None:
             group.cuda_support = [HOPPER, replace(HOPPER, capability=100)]
             assert "(rank 1: compute capability 10.0; " in explained().reason
             group.cuda_support = [HOPPER] * 2
-            assert explained().reason.endswith("rows; products by the Hopper kernels of _cuda")
+            assert (
+                "rows; products by the Hopper kernels of _cuda; not to peers" in explained().reason
+            )
             wide = explained(dtype=torch.float64)
             assert wide.implementation == "chunked" and "float64" in wide.rejected["cuda"]
+
+
+def test_what_does_not_go_straight_to_peers(world):
+    world(2).run(explain_each)
+
+
+def explain_each() -> None:
+    """GPUs are pretended; `explain` says how "cuda" runs, and why not straight to the peers."""
+
+    def reason(operation: str, **options: Any) -> str:
+        group.decisions.clear()
+        given: dict[str, Any] = {
+            "rows": 4096,
+            "in_features": 64,
+            "out_features": 64,
+            "dtype": torch.bfloat16,
+        }
+        given |= options
+        return explain(operation, group=group, device="cuda", implementation="cuda", **given).reason
+
+    straight = "kernels of _cuda write straight to the memory of the peers"
+    with (
+        ParallelGroup(timeout=30) as group,
+        mock.patch.object(dispatch, "first_obstacle", lambda *_: None),
+        mock.patch.object(dispatch, "rows_of_group", lambda *_: 128),
+    ):
+        assert "not to peers: rank 0: _cuda is " in reason("linear_reduce_scatter") or (
+            "not to peers: rank 0: no CUDA device" in reason("linear_reduce_scatter")
+        )
+        with mock.patch.object(dispatch, "_native_obstacle", lambda group, kernel, device: None):
+            for operation in dispatch.OPERATIONS:
+                assert straight in reason(operation)
+            assert "more than 1048576, is worth" in reason("linear_all_reduce", out_features=256)
+            assert "not torch.float32" in reason("linear_reduce_scatter", dtype=torch.float32)
+            assert straight in reason("linear_all_reduce", dtype=torch.float32)
+            odd = reason("all_gather_linear", in_features=63)
+            assert "63 elements do not all begin on 16 bytes" in odd
+            assert "of staging memory" in reason("all_gather_linear", rows=1 << 20)
+            with mock.patch.object(group, "size", 33):
+                assert "33 ranks" in reason("linear_reduce_scatter")
+
+
+def test_hopper_goes_first_where_it_can(world):
+    world(2).run(choose_for_hopper)
+
+
+def choose_for_hopper() -> None:
+    """What runs unasked once all kernels are proven, of ranks that reach each other's memory."""
+    proven = {"CUDA_PROVEN": True, "TRITON_PROVEN": True}
+    with ParallelGroup(timeout=30) as group, mock.patch.multiple(dispatch, **proven):
+        group.triton_support = [TritonSupport(None, False, 90)] * 2
+        group.devices = [DeviceIdentity(index, uuid, ("a", "b")) for index, uuid in enumerate("ab")]
+        for support, dtype, found in (
+            (HOPPER, torch.bfloat16, "cuda"),
+            (HOPPER, torch.float32, "triton"),
+            (replace(HOPPER, capability=100), torch.bfloat16, "triton"),
+        ):
+            group.cuda_support = [support] * 2
+            group.decisions.clear()
+            choice = explain(
+                "linear_reduce_scatter",
+                rows=64,
+                in_features=64,
+                out_features=512,
+                group=group,
+                device="cuda",
+                dtype=dtype,
+            )
+            assert choice.implementation == found, choice
+            assert {"triton", "cuda", "host", "chunked", "reference"} - {found} == set(
+                choice.rejected
+            )

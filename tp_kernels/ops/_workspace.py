@@ -1,4 +1,4 @@
-"""The workspace in which a group's Triton kernels exchange data: made at the first op, closed with the group.
+"""The workspace in which a group's kernels exchange data: made at the first op, closed with the group.
 
 Kernels are imported here, at that moment: Triton is optional, and what it reads from the environment on
 import must be what the ranks have told each other.
@@ -17,12 +17,13 @@ from torch import Tensor
 from tp_kernels.comm.errors import UnsupportedError
 from tp_kernels.comm.group import ParallelGroup
 from tp_kernels.comm.regions import new_region
+from tp_kernels.dispatch import STAGED_BYTES
+from tp_kernels.native._products import LARGE
 
 from ._op import device_type
 
 # Programs of a launch in the interpreter, which runs them one after the other: more would only take memory.
 INTERPRETED_CHANNELS = 4
-STAGED_BYTES = 32 << 20  # of a rank's rows, for the copy engine of a GPU
 DEPTH = 4  # as linear_all_reduce needs for two shots
 
 
@@ -64,20 +65,23 @@ class GroupWorkspace:
         self._last_record = None if interpreted else self.workspace.record.cpu().pin_memory()
         region.settle()
 
-    def launch(self, kernel: str, *args: Any, **options: Any) -> Any:
-        """Call `kernel` in this workspace.
+    def launch(
+        self, kernel: str, *args: Any, module: ModuleType | None = None, **options: Any
+    ) -> Any:
+        """Call `kernel` of `module` (tp_kernels.kernels if None) in this workspace.
 
         Raises:
             CollectiveTimeoutError: it or an earlier one gave up a wait, as far as this rank has heard: an
                 interpreted kernel has ended by now, one on a GPU may be heard of in the next call.
         """
         record = self._last_record
+        function = getattr(module or self.kernels, kernel)
         if record is None:
-            return getattr(self.kernels, kernel)(*args, self.workspace, **options)
+            return function(*args, self.workspace, **options)
         if record[0]:
             self.workspace.check()
         self._follow_stream()
-        result = getattr(self.kernels, kernel)(*args, self.workspace, **options)
+        result = function(*args, self.workspace, **options)
         record.copy_(self.workspace.record, non_blocking=True)
         return result
 
@@ -104,7 +108,7 @@ class GroupWorkspace:
 
 
 def launch(group: ParallelGroup, like: Tensor, kernel: str, *args: Any, **options: Any) -> Any:
-    """Call `kernel` of tp_kernels.kernels in the group's workspace for the device of `like`. Collective."""
+    """As GroupWorkspace.launch, in the group's workspace for the device of `like`. Collective."""
     device = device_type(like)
     with torch.cuda.device_of(like):
         own = group.workspaces.get(device)
@@ -174,5 +178,8 @@ def _sizes(like: Tensor) -> tuple[int, int]:
         for rows in (1, _gemm.FEW_ROWS + 1)
     ]
     chunk = max(tiling.chunk(dtype) for tiling, dtype in tilings)
-    programs = max(tiling.programs for tiling, _ in tilings)
-    return INTERPRETED_CHANNELS if like.is_cpu else programs, chunk
+    if like.is_cpu:
+        return INTERPRETED_CHANNELS, chunk
+    return max(tiling.programs for tiling, _ in tilings), max(
+        chunk, LARGE.block_m * LARGE.block_n * 2
+    )

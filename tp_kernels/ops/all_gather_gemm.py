@@ -15,6 +15,7 @@ from torch import Tensor
 from tp_kernels.comm.group import ParallelGroup
 from tp_kernels.comm.short_way import GATHER_FIRST_ROWS
 
+from . import _peers
 from ._gemm import block_rows, linear, part_blocks, products, starts, weight_gradients
 from ._signalled import groups_of, signals_of
 from ._workspace import agree, launch
@@ -170,9 +171,13 @@ def cuda(
 ) -> Gathered:
     """Row groups through the process group on a stream of its own, products as they arrive.
 
-    As `chunked`, but also the rows are put in their places beside the products.
+    As `chunked`, but also the rows are put in their places beside the products. Or the copy engine brings
+    rows, see _peers.py.
     """
     width = x.shape[1]
+    if _peers.applies("all_gather_linear", group, x, counts, width, len(ws)):
+        ys, whole = _peers.all_gather(group, x, ws, biases, counts)
+        return ys, whole if keep else None
     groups = groups_of(group, "all_gather_linear", x, counts, width)
     gathered = x.new_empty(groups.total, width)
     ys = [x.new_empty(groups.total, w.shape[0]) for w in ws]

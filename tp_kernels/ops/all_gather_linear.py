@@ -17,7 +17,7 @@ from tp_kernels.comm.errors import UnsupportedError
 from tp_kernels.comm.group import ParallelGroup
 from tp_kernels.dispatch import choose
 
-from . import all_gather_gemm, gemm_reduce_scatter
+from . import _peers, all_gather_gemm, gemm_reduce_scatter
 from ._gemm import linear_layers, partial_product, weight_gradients
 from ._op import (
     ACTIVATIONS,
@@ -188,6 +188,11 @@ def _backward_kernel(
         if choice.implementation == "triton":  # hides the gather as well
             function = all_gather_gemm.triton_weight_gradients
             dws = group.run(operation, "triton", function, group, dys, x, counts, need_w)
+        elif choice.implementation == "cuda" and _peers.applies(
+            "all_gather_linear", group, x, counts, x.shape[1], 1
+        ):
+            function = _peers.weight_gradients_of_gathered
+            dws = group.run(operation, "cuda", function, group, dys, x, counts, need_w)
         else:
             x = all_gather(x, group, counts=counts)
 

@@ -19,6 +19,7 @@ from tp_kernels.comm.process_group import Pending
 from tp_kernels.comm.row_groups import Piece
 from tp_kernels.comm.short_way import SHORT_ROWS
 
+from . import _peers
 from ._gemm import Between, add_parts, block_rows, blocks, few_rows, partial_product
 from ._round import RoundReader
 from ._signalled import Add, send_by_groups
@@ -131,9 +132,14 @@ def cuda(
 ) -> Tensor:
     """One product; the process group sums its row groups as they are finished, see _signalled.py.
 
-    Several products are summed as in `triton`.
+    Several products are summed as in `triton`. Few rows are summed in the memory of the peers, see _peers.py.
     """
     rows = xs[0].shape[0]
+    if _peers.applies("linear_all_reduce", group, xs[0], [rows], ws[0].shape[0], 1):
+        out = _peers.all_reduce(group, xs, ws, bias)
+        if between:
+            between()
+        return out
     out = xs[0].new_empty(rows, ws[0].shape[0])
 
     def send(partial: Tensor, pieces: Sequence[Piece], add: Add) -> None:

@@ -18,6 +18,7 @@ from tp_kernels.comm.process_group import Pending
 from tp_kernels.comm.row_groups import Piece
 from tp_kernels.comm.short_way import SHORT_ROWS
 
+from . import _peers
 from ._gemm import Between, add_parts, block_rows, part_blocks, partial_product, starts
 from ._round import RoundReader
 from ._signalled import Add, send_by_groups
@@ -134,7 +135,15 @@ def cuda(
     counts: Sequence[int],
     between: Between = None,
 ) -> Tensor:
-    """One product, as gemm_all_reduce.cuda; of each row group every rank gets its rows."""
+    """One product, as gemm_all_reduce.cuda; of each row group every rank gets its rows.
+
+    Or tiles go straight to the owners of their rows, see _peers.py.
+    """
+    if _peers.applies("linear_reduce_scatter", group, xs[0], counts, ws[0].shape[0], len(xs)):
+        out = _peers.reduce_scatter(group, xs, ws, bias, counts)
+        if between:
+            between()
+        return out
     transport, first = group.transport, starts(counts)[group.rank]
     out = xs[0].new_empty(counts[group.rank], ws[0].shape[0])
 
