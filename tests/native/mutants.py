@@ -142,6 +142,17 @@ MUTANTS = (
         ),
         *(BITS, RACE, "thread"),
     ),
+    Mutant(
+        "successor_started_before_the_last_wait",
+        "cuda/all_reduce.h",
+        (
+            (
+                "    let_start(first + step >= bytes);\n    sum_lines",
+                "    let_start(true);\n    sum_lines",
+            ),
+        ),
+        *(BITS, "a block waits that has let the next kernel start"),
+    ),
     # Reuse of buffers.
     Mutant(
         "credit_removed",
