@@ -4,10 +4,10 @@ The kernels are those of csrc/cuda/gemm_sm90 in the module `_cuda`, which is loa
 Signatures and results are those of the Triton kernels of the same names in tp_kernels/kernels; what cannot be
 loaded or stored here raises UnsupportedError before anything is launched, and Triton takes it.
 
-    signalled_linear            rows in groups, which a stream waits for one by one       kernels/linear_signalled.py
-    awaited_linear              of rows of all ranks, which copies bring                  kernels/all_gather_linear.py
-    awaited_weight_gradient     the gradient that belongs to it
-    linear_reduce_scatter       summed over ranks                                  kernels/linear_reduce_scatter.py
+    signalled_linear          in groups of rows, which a stream waits for one by one (linear_signalled)
+    awaited_linear            of rows of all ranks, which copies bring (all_gather_linear)
+    awaited_weight_gradient   the gradient that belongs to it (all_gather_weight_gradient)
+    linear_reduce_scatter     summed over ranks, each rank its rows (linear_reduce_scatter)
 
 `dtype` is bfloat16 or float16 throughout; sums are float32 and rounded once.
 """
@@ -124,7 +124,7 @@ def awaited_linear(
     if activation not in ACTIVATIONS:
         raise UnsupportedError(f"{where}: activation={activation!r}; known are {ACTIVATIONS}")
     division, gathered = _gathered(where, x, workspace, counts, gathered)
-    rows, inner = gathered.shape
+    rows = gathered.shape[0]
     for one, its_bias in zip(ws, biases, strict=False):
         _check_bias(where, one, its_bias)
     _check_pairs(where, "await_rows", [gathered] * len(ws), ws)
@@ -163,7 +163,9 @@ def awaited_weight_gradient(
     where = f"awaited_weight_gradient on rank {workspace.rank} of {workspace.world}"
     division, gathered = _gathered(where, x, workspace, counts, gathered)
     if other.dim() != 2 or other.shape[0] != gathered.shape[0]:
-        raise ShapeError(f"{where}: other is {tuple(other.shape)}; expected [{gathered.shape[0]}, N]")
+        raise ShapeError(
+            f"{where}: other is {tuple(other.shape)}; expected [{gathered.shape[0]}, N]"
+        )
     if out is not None and accumulate_into is not None:
         raise UnsupportedError(f"{where}: out and accumulate_into; give one of them")
     a, b = (gathered.t(), other.t()) if of_gathered else (other.t(), gathered.t())
@@ -360,9 +362,7 @@ def _results(
     return list(outs)
 
 
-def _layouts(
-    policy: Policy, xs: Sequence[Tensor], ws: Sequence[Tensor]
-) -> tuple[bool, bool]:
+def _layouts(policy: Policy, xs: Sequence[Tensor], ws: Sequence[Tensor]) -> tuple[bool, bool]:
     found = _products.common(policy, xs, ws)
     assert found is not None  # else it was refused
     return found
