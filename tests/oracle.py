@@ -276,6 +276,8 @@ def poison(group: ParallelGroup) -> None:
     for index in range(len(slot._bytes[group.rank])):
         slot.view(group.rank, index, (slot.capacity,), torch.uint8).fill_(0xFF)
     for own in group.workspaces.values():
+        if not hasattr(own, "workspace"):
+            continue  # has no buffers between calls
         own._region.settle()
         shape = own.workspace.shape
         signals = shape.stride - shape.depth * shape.world * shape.chunk  # they come first

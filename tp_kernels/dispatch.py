@@ -11,21 +11,26 @@ from dataclasses import dataclass, field
 
 import torch
 
+from .comm.cuda_support import native_obstacle
 from .comm.devices import MOST_RANKS
 from .comm.errors import UnsupportedError
 from .comm.group import ParallelGroup, as_group
+from .comm.group_size import counts_of, rows_of_group
 from .comm.host_slot import REDUCIBLE
 from .comm.regions import region_obstacle
-from .comm.triton_support import triton_obstacle
+from .comm.triton_support import first_obstacle, triton_obstacle
 
-IMPLEMENTATIONS = ("reference", "chunked", "host", "triton")
+IMPLEMENTATIONS = ("reference", "chunked", "host", "triton", "cuda")
+GATHERS = ("all_gather_linear", "linear_reduce_scatter.backward")
 OPERATIONS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce", "copy_linear")
 
 # Rows from which pieces are worth a collective each: below, the latency of a second gloo or NCCL call
 # exceeds what overlap can hide.
 CHUNKED_MIN_ROWS = 256
-# Whether the Triton kernels have passed `make gpu-check` on some GPU. Until then nobody gets them unasked.
+# Whether the Triton kernels, and the overlap with the process group, have passed `make gpu-check` on some
+# GPU. Until then nobody gets them unasked.
 TRITON_PROVEN = False
+CUDA_PROVEN = False
 
 
 @dataclass(frozen=True)
@@ -114,13 +119,17 @@ def obstacle(
                 f"{group.size} rows of {width} need {need} bytes, a window has "
                 f"{group.slot.capacity}; construct ParallelGroup(window={need}) or larger"
             )
-    if implementation == "triton":
-        why_not = triton_obstacle(group.triton_support, device) or region_obstacle(group, device)
+    if implementation in ("triton", "cuda"):
+        if implementation == "triton":
+            why_not = triton_obstacle(group.triton_support, device)
+            why_not = why_not or region_obstacle(group, device)
+        else:
+            why_not = first_obstacle(group.triton_support, device)
         if why_not:
             return why_not
         if dtype not in REDUCIBLE:
             return f"kernels multiply float32, bfloat16 and float16, not {dtype}"
-        if group.size > MOST_RANKS:
+        if implementation == "triton" and group.size > MOST_RANKS:
             return f"{group.size} ranks; kernels exchange data between {MOST_RANKS} at most"
     return None
 
@@ -129,6 +138,20 @@ def _overlap(group: ParallelGroup) -> str:
     """Whether sums are taken while the product goes on."""
     how = "on a thread during" if group.communication_thread else "after"
     return f"sums are taken {how} the product: {group.overlap_reason}"
+
+
+def _by_groups(
+    operation: str, group: ParallelGroup, rows: int, width: int, dtype: torch.dtype, device: str
+) -> str:
+    """How "cuda" runs it."""
+    counts = counts_of(operation, rows, group.size)
+    size = rows_of_group(group, operation, counts, width, dtype, device)
+    count = -(-max(counts) // size)
+    if operation in GATHERS:
+        return f"the process group gathers {count} groups of {size} rows, products follow it"
+    why_not = native_obstacle(group.cuda_support, "gemm")
+    engine = f"the Triton kernel ({why_not})" if why_not else "the Hopper kernels of _cuda"
+    return f"the process group sends {count} groups of {size} rows; products by {engine}"
 
 
 def _decide(
@@ -140,6 +163,7 @@ def _decide(
     device: str,
     asked: str,
 ) -> Choice:
+    call = operation, group, rows, width, dtype, device
     if asked != "auto":
         if asked not in IMPLEMENTATIONS:
             raise UnsupportedError(
@@ -152,24 +176,20 @@ def _decide(
                 "use implementation='auto'"
             )
         if group.size > 1:
-            return Choice(operation, asked, "asked for")
+            how = f"; {_by_groups(*call)}" if asked == "cuda" else ""
+            return Choice(operation, asked, f"asked for{how}")
     if group.size == 1:
-        others = dict.fromkeys(("chunked", "host", "triton"), "one rank: nothing to communicate")
+        names = ("chunked", "host", "triton", "cuda")
+        others = dict.fromkeys(names, "one rank: nothing to communicate")
         return Choice(operation, "reference", "one rank: the plain linear layer", others)
     rejected = {}
     if device == "cpu":
-        rejected["triton"] = "CPU tensors run in Triton's interpreter, which is for tests"
+        for name in ("triton", "cuda"):
+            rejected[name] = "CPU tensors run in Triton's interpreter, which is for tests"
     else:
-        why_not = obstacle("triton", group, width, dtype, device)
-        if why_not is None and TRITON_PROVEN:
-            rejected["host"] = str(obstacle("host", group, width, dtype, device))
-            rejected["chunked"] = "kernels that address the peers are faster than the process group"
-            rejected["reference"] = "no overlap"
-            return Choice(operation, "triton", "all ranks address each other's memory", rejected)
-        rejected["triton"] = why_not or (
-            "possible, but never run on a GPU so far: ask for it with implementation='triton', after "
-            "`make gpu-check`"
-        )
+        found = _on_gpu(call, rejected)
+        if found is not None:
+            return found
     why_not = obstacle("host", group, width, dtype, device)
     if why_not is None:
         rejected["chunked"] = "shared memory is faster than the process group on one host"
@@ -181,3 +201,31 @@ def _decide(
         return Choice(operation, "chunked", f"{rows} rows are worth overlapping", rejected)
     rejected["chunked"] = f"{rows} rows < {CHUNKED_MIN_ROWS}: one collective is faster"
     return Choice(operation, "reference", "too small to overlap", rejected)
+
+
+def _on_gpu(
+    call: tuple[str, ParallelGroup, int, int, torch.dtype, str], rejected: dict[str, str]
+) -> Choice | None:
+    """The choice for kernels of a GPU, or None and why not in `rejected`."""
+    operation, group, rows, width, dtype, device = call
+    for name, proven in (("triton", TRITON_PROVEN), ("cuda", CUDA_PROVEN)):
+        why_not = obstacle(name, group, width, dtype, device)
+        if why_not is None and not proven:
+            why_not = (
+                f"possible, but never run on a GPU so far: ask for it with implementation={name!r}, "
+                "after `make gpu-check`"
+            )
+        if why_not is None and name == "cuda" and rows < CHUNKED_MIN_ROWS:
+            why_not = f"{rows} rows < {CHUNKED_MIN_ROWS}: one collective is faster"
+        if why_not:
+            rejected[name] = why_not
+            continue
+        rejected["host"] = str(obstacle("host", group, width, dtype, device))
+        rejected["reference"] = "no overlap"
+        if name == "triton":
+            for other in ("cuda", "chunked"):
+                rejected[other] = "kernels that address the peers are faster than the process group"
+            return Choice(operation, name, "all ranks address each other's memory", rejected)
+        rejected["chunked"] = "pieces would wait for products of their own"
+        return Choice(operation, name, _by_groups(*call), rejected)
+    return None

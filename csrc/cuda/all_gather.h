@@ -14,7 +14,7 @@ TPK_DEVICE void all_gather(const std::byte* x, std::byte* out, const Division& d
   const std::int64_t step = std::int64_t{part} * grid_blocks();
   for (std::int64_t first = c.index * part; first < division.most(); first += step) {
     const std::int32_t mine = length_of(division.rows(w.rank), first, part);
-    ++c.epoch;
+    advance(c);
     const bool permitted = move_lines(
         lines_of(mine),
         [&](std::int32_t i) {

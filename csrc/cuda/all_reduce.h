@@ -10,7 +10,7 @@
 // into every word of data (NCCL's LL) would leave one transfer, but doubles the bytes, needs memory in
 // which nothing else is ever stored (here a stale word could be taken for a flag), and cannot tell a
 // peer that was late from one that is there. All else is hidden or short: the loads of x and of the
-// credits, which have long come in all but the first rounds, are under way together, four barriers of a
+// credits, which came long ago in all but the first rounds, are under way together, four barriers of a
 // block take some 20 ns each, the last signal is not waited for, and the next kernel starts meanwhile.
 #pragma once
 
@@ -28,7 +28,7 @@ TPK_DEVICE void all_reduce_one_shot(const std::byte* x, std::byte* out, std::int
   const std::int64_t step = std::int64_t{part} * grid_blocks();
   for (std::int64_t first = c.index * part; first < bytes; first += step) {
     const std::int32_t length = length_of(bytes, first, part);
-    ++c.epoch;
+    advance(c);
     const bool permitted = move_lines(
         lines_of(length),
         [&](std::int32_t i) {
@@ -61,8 +61,7 @@ TPK_DEVICE void all_reduce_two_shots(const std::byte* x, std::byte* out, std::in
       return first + lines.peer(i) * std::int64_t{part} + lines.at(i);
     };
     const auto length = [&](std::int32_t i) { return length_of(bytes, place(i), kLineBytes); };
-    ++c.epoch;
-    const std::int32_t scattered = c.epoch;
+    const std::int32_t scattered = advance(c);
     const bool permitted = move_lines(
         lines.count(), [&](std::int32_t i) { return load_line<Piece>(x + place(i), length(i)); },
         [&] { return observe(c, kCredit, earlier(scattered, w.depth)); },
@@ -73,8 +72,7 @@ TPK_DEVICE void all_reduce_two_shots(const std::byte* x, std::byte* out, std::in
     if (!permitted) return;
     publish(c, kReady, scattered);
     if (!observe(c, kReady, scattered)) return;
-    ++c.epoch;
-    if (!observe(c, kCredit, earlier(c.epoch, w.depth))) return;
+    advance(c);  // no credit to wait for: who has begun the last round has ended those before
     const std::int64_t mine = first + w.rank * std::int64_t{part};
     const std::int32_t my_length = length_of(bytes, mine, part);
     sum_lines<Number>(c, scattered, 0, x + mine, my_length, [&](std::int32_t i, const float* sum) {
@@ -109,8 +107,7 @@ TPK_DEVICE void all_reduce_by_switch(const std::byte* x, std::byte* out, std::in
   for (std::int64_t first = c.index * part; first < bytes; first += step) {
     const std::int32_t length = length_of(bytes, first, part);
     const std::int32_t lines = lines_of(length);
-    ++c.epoch;
-    const std::int32_t gathered = c.epoch;
+    const std::int32_t gathered = advance(c);
     std::byte* own = buffer(w, w.rank, c.index, gathered, 0);
     const bool permitted = move_lines(
         lines,
@@ -122,8 +119,7 @@ TPK_DEVICE void all_reduce_by_switch(const std::byte* x, std::byte* out, std::in
     if (!permitted) return;
     publish(c, kReady, gathered);
     if (!observe(c, kReady, gathered)) return;
-    ++c.epoch;
-    if (!observe(c, kCredit, earlier(c.epoch, w.depth))) return;
+    advance(c);  // no credit to wait for: who has begun the last round has ended those before
     const std::int64_t source = buffer_offset(w, c.index, gathered, 0);
     const std::int64_t target = buffer_offset(w, c.index, c.epoch, 0);
     const std::int64_t stop = std::int64_t{lines} * (w.rank + 1) / w.world;

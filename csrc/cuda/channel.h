@@ -1,7 +1,7 @@
 // How blocks of different ranks tell each other about data; the protocol is that of
 // tp_kernels/kernels/_signals.py. A round, with `epoch` counting rounds for ever:
 //
-//   ++epoch
+//   epoch = advance()
 //   observe(kCredit, epoch - depth)   every peer has read what this rank sent it `depth` rounds ago
 //   plain stores into the buffers of the peers
 //   publish(kReady, epoch)
@@ -92,6 +92,9 @@ TPK_DEVICE Channel enter(const Workspace& w) {
   const std::int64_t index = block_index();
   return {w, index, *word(w, w.rank, index, kEpoch), load_relaxed(w.record + kState) == kIntact};
 }
+
+// Begin the next round; returns its number.
+TPK_DEVICE std::int32_t advance(Channel& c) { return c.epoch = earlier(c.epoch, -1); }
 
 // Keep the epoch for the next launch: after everything else, of a block that has made a round, whose last
 // `publish` comes after all threads have read the epoch.

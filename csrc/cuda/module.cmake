@@ -30,9 +30,13 @@ target_link_options(_cuda PRIVATE -Wl,--exclude-libs,ALL -s)
 set(gemm_images "")
 if(TPK_CUTLASS_INCLUDE AND gemm_sources)
   set(gemm_images "sm_90a")
+  set(folder ${CMAKE_BINARY_DIR}/gemm_sm90)
+  include(${cuda}/gemm_sm90/instances.cmake)
+  list(APPEND gemm_sources ${gemm_instances})
   # A target of their own, because architectures are those of a target.
   add_library(tpk_gemm_sm90 OBJECT ${gemm_sources})
   set_target_properties(tpk_gemm_sm90 PROPERTIES CUDA_ARCHITECTURES "90a-real")
+  target_include_directories(tpk_gemm_sm90 PRIVATE ${folder})
   target_include_directories(tpk_gemm_sm90 SYSTEM PRIVATE ${TPK_CUTLASS_INCLUDE})
   target_compile_options(tpk_gemm_sm90 PRIVATE
     "$<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr>")

@@ -20,7 +20,7 @@ TPK_DEVICE void reduce_scatter(const std::byte* x, std::byte* out, const Divisio
     const auto length = [&](std::int32_t i) {
       return length_of(division.rows(lines.peer(i)), first + lines.at(i), kLineBytes);
     };
-    ++c.epoch;
+    advance(c);
     const bool permitted = move_lines(
         lines.count(),
         [&](std::int32_t i) {

@@ -70,16 +70,14 @@ struct NormRows {
     return line;
   }
 
-  // Keep line i of the row at byte `at`; adds its squares to `squares`.
+  // Keep line i of the row at byte `at`, and its squares.
+  // What is beyond the end of a row is zero.
   TPK_DEVICE void keep(const Line& line, std::int64_t at, std::int32_t i, float& squares) const {
-    const std::int32_t left = bytes - i * kLineBytes;
-    store_line<Piece>(o.s + at + i * kLineBytes, left, line);
+    store_line<Piece>(o.s + at + i * kLineBytes, bytes - i * kLineBytes, line);
     float values[kPerLine<Number>];
     widen<Number>(line, values);
     TPK_UNROLL
-    for (int k = 0; k < kPerLine<Number>; ++k) {
-      if (k * static_cast<int>(sizeof(Piece)) < left) squares += values[k] * values[k];
-    }
+    for (int k = 0; k < kPerLine<Number>; ++k) squares += values[k] * values[k];
   }
 
   // y of the row at byte `at`, of which each thread has kept the lines that it reads here.
@@ -145,7 +143,7 @@ TPK_DEVICE void all_reduce_rms_norm_one_shot(const NormOperands& o, std::int32_t
   const std::int64_t step = std::int64_t{part} * grid_blocks();
   for (std::int64_t first = c.index * part; first < o.rows; first += step) {
     const std::int32_t taken = length_of(o.rows, first, part);
-    ++c.epoch;
+    advance(c);
     const bool permitted = move_lines(
         taken * rows.lines,
         [&](std::int32_t i) {
@@ -184,8 +182,7 @@ TPK_DEVICE void all_reduce_rms_norm_two_shots(const NormOperands& o, std::int32_
     const auto length = [&](std::int32_t i) {
       return rows.length(theirs(lines.peer(i)), lines.line(i));
     };
-    ++c.epoch;
-    const std::int32_t scattered = c.epoch;
+    const std::int32_t scattered = advance(c);
     const bool permitted = move_lines(
         lines.count(),
         [&](std::int32_t i) {
@@ -200,8 +197,7 @@ TPK_DEVICE void all_reduce_rms_norm_two_shots(const NormOperands& o, std::int32_
     if (!permitted) return;
     publish(c, kReady, scattered);
     if (!observe(c, kReady, scattered)) return;
-    ++c.epoch;
-    if (!observe(c, kCredit, earlier(c.epoch, w.depth))) return;
+    advance(c);  // no credit to wait for: who has begun the last round has ended those before
     const std::int32_t mine = length_of(o.rows, theirs(w.rank), part);
     for (std::int32_t row = 0; row < mine; ++row) {
       const std::int64_t at = (theirs(w.rank) + row) * rows.bytes;

@@ -28,13 +28,14 @@ TPK_DEVICE Totals<Number, kLines> sum_of_ranks(const Channel& c, std::int32_t ep
     Line parts[kRanks][kLines];
     TPK_UNROLL
     for (int r = 0; r < kRanks; ++r) {
-      if (base + r >= w.world) continue;
-      const std::byte* chunk = buffer(w, w.rank, c.index, epoch, base + r);
+      const int source = base + r;
+      if (source >= w.world) continue;
+      const std::byte* chunk = buffer(w, w.rank, c.index, epoch, source);
       TPK_UNROLL
       for (int k = 0; k < kLines; ++k) {
         const std::int64_t line = first + k * stride;
         parts[r][k] = own[k];
-        if (line < count && base + r != w.rank) {
+        if (line < count && source != w.rank) {
           parts[r][k] = load<Line>(chunk + line * kLineBytes);
         }
       }

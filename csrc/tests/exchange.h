@@ -17,7 +17,11 @@
 
 namespace tpk::test {
 
-inline constexpr std::int64_t kSeconds = 1'000'000'000;
+// Of waits that nobody keeps waiting; less in tests of mutants, which do.
+#if !defined(TPK_PATIENCE_SECONDS)
+#define TPK_PATIENCE_SECONDS 50
+#endif
+inline constexpr std::int64_t kPatience = std::int64_t{TPK_PATIENCE_SECONDS} * 1'000'000'000;
 
 // Memory of `bytes` bytes, `shift` bytes beyond a multiple of 16, full of NaN. Nothing follows it.
 class Memory {
@@ -29,12 +33,12 @@ class Memory {
     std::memset(memory, static_cast<int>(kPoison), bytes + shift);
   }
   Memory(const Bytes& content, std::size_t shift) : Memory(content.size(), shift) {
-    std::memcpy(data(), content.data(), content.size());
+    std::copy(content.begin(), content.end(), data());
   }
   std::byte* data() { return memory_.get() + shift_; }
   Bytes bytes() {
     Bytes copy(bytes_);
-    std::memcpy(copy.data(), data(), bytes_);
+    std::copy_n(data(), bytes_, copy.begin());
     return copy;
   }
 
@@ -51,7 +55,7 @@ struct ExchangeOptions {
   std::int64_t chunk = 64;
   int depth = 2;
   std::int32_t epoch = 0;
-  std::int64_t timeout = 50 * kSeconds;
+  std::int64_t timeout = kPatience;
   std::byte left = kPoison;  // what the buffers are full of
 };
 

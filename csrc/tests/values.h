@@ -89,7 +89,7 @@ inline void encode(Dtype dtype, double value, std::byte* at) {
     const int exponent = size == 0 ? lowest : std::max(std::ilogb(size), lowest);
     const double unit = std::ldexp(1, exponent - fraction_bits);
     const double rounded = std::nearbyint(size / unit) * unit;
-    if (rounded > largest) {
+    if (!(rounded <= largest)) {  // also not for infinity
       bits = ((1u << (15 - fraction_bits)) - 1) << fraction_bits;
     } else {
       // Subnormal and normal numbers are one sequence, as numbers and as bits.

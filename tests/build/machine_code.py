@@ -184,7 +184,7 @@ def _after(code: tuple[str, ...]) -> list[str]:
     for one in code:
         if one.startswith("CCTL.IVALL"):
             emptied = True
-        elif emptied and one.startswith(("BAR.", "FENCE.VIEW.ASYNC")):
+        elif emptied and one.startswith(("BAR.", "FENCE.VIEW.ASYNC.G")):
             return []
         elif _LOAD.match(one) or _STORE.match(one):
             missing = "a barrier" if emptied else "emptying the cache"

@@ -117,6 +117,13 @@ def test_sound_code_has_no_problem():
     assert judged(*SOUND) == ""
 
 
+def test_tensor_loads_of_what_a_flag_announced_need_their_fence():
+    fence = "FENCE.VIEW.ASYNC.G"
+    sound = ("LDG.E.STRONG.SYS", "CCTL.IVALL", fence, "UTMALDG.2D")
+    assert judged(*sound) == ""
+    assert "UTMALDG.2D after a flag was read" in judged(*(one for one in sound if one != fence))
+
+
 @pytest.mark.parametrize(
     ("missing", "problem"),
     [

@@ -146,11 +146,9 @@ def test_doctor_reports_what_runs():
     assert found["cores"]["usable"] == sorted(os.sched_getaffinity(0))
     for name in ("reference", "chunked", "host"):
         assert found["implementations"][name]["available"], found["implementations"]
-    for name, why in (
-        ("triton", "rank 0: CPU tensors need Triton's interpreter"),
-        ("cuda", "this version has no kernels for it"),
-    ):
+    for name in ("triton", "cuda"):
         state = found["implementations"][name]
+        why = "rank 0: CPU tensors need Triton's interpreter"
         assert not state["available"] and why in state["why"], state
 
 

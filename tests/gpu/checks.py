@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from tests.gpu import correctness, local, processes, times
+from tests.gpu import correctness, local, processes, signalled, times
 from tests.gpu.runner import Check
 
 
 def collect() -> list[Check]:
     """All checks; needs no device."""
-    return [*correctness.checks(), *local.checks(), *processes.checks(), *times.checks()]
+    parts = (correctness, local, processes, signalled, times)
+    return [check for part in parts for check in part.checks()]
 
 
 def probe() -> None:

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.gpu import local
+from tests.gpu import local, signalled
 from tests.gpu.entry import Answer, draw, faults, on_device, tensors
 from tests.gpu.processes import CASES, call_ops, exchange, gather_by_copies
 from tests.gpu.table import DTYPES, KERNELS
@@ -34,14 +34,25 @@ def run_local(name: str) -> None:
         local.FUNCTIONS[name]("cpu")
 
 
+@pytest.mark.parametrize("name", signalled.FUNCTIONS)
+def test_signalled_kernels_give_their_answers(interpreted, name):
+    interpreted(1).run(run_signalled, name)
+
+
+def run_signalled(name: str) -> None:
+    with mock.patch.object(signalled, "SHAPES", signalled.SHAPES[:1]):
+        signalled.FUNCTIONS[name]("cpu")
+
+
 def test_rows_by_copies(interpreted):
     assert interpreted(2).run(gather_by_copies, "cpu", shapes=1) == [[], []]
 
 
 def test_ops_of_the_small_cases(interpreted):
-    small = [case for case in CASES if case.rows < 100]
-    first, second = interpreted(2).run(call_ops, small, "cpu")
-    assert first == second and len(small) == len(OPERATIONS) + 1
+    for cases in (CASES, signalled.OVERLAPPED):
+        small = [case for case in cases if case.rows < 100]
+        first, second = interpreted(2).run(call_ops, small, "cpu")
+        assert first == second and len(small) == len(OPERATIONS) + 1
 
 
 @pytest.mark.parametrize("name", KERNELS)

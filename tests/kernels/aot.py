@@ -44,6 +44,8 @@ PRODUCTS = (
 )
 BY_SWITCH = "linear_all_reduce.by_switch"
 GRADIENT = "all_gather_weight_gradient.gather_and_accumulate"
+SIGNALLED, AWAIT = "linear_signalled.multiply_by_groups", "wait_for_group.await_group"
+COUNT = "atom.global.gpu.release.add"  # of a tile that is stored
 # What multiplies 16-bit matrices.
 MATRIX_UNITS = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 _TRITON = Path(triton.__file__).parent
@@ -96,6 +98,9 @@ def configurations() -> Iterator[Configuration]:
             yield Configuration("all_gather.gather", element, world)
         yield Configuration("cross_entropy.combine", "fp32", world)
         yield Configuration("barrier.meet", "i32", world)
+    for element in ("fp32", "bf16", "fp16"):
+        yield Configuration(AWAIT, element, 1)
+        yield from _variants(SIGNALLED, element, 1)
     for kernel, forms in FORMS.items():
         for form in forms:
             for element in ("fp32", "bf16", "fp16"):
@@ -108,14 +113,18 @@ def _products(element: str, world: int) -> Iterator[Configuration]:
     if element == "bf16":
         yield Configuration(GRADIENT, element, world, "gradient", tma=True)
     for kernel in PRODUCTS:
-        yield Configuration(kernel, element, world, "few")
-        yield Configuration(kernel, element, world, "many")
-        if element == "bf16":
-            yield Configuration(kernel, element, world, "many", transposed=True)
-            yield Configuration(kernel, element, world, "many", True, 3)
-            yield Configuration(kernel, element, world, "few", tma=True)
-            yield Configuration(kernel, element, world, "many", tma=True)
-            yield Configuration(kernel, element, world, "many", True, tma=True)
+        yield from _variants(kernel, element, world)
+
+
+def _variants(kernel: str, element: str, world: int) -> Iterator[Configuration]:
+    yield Configuration(kernel, element, world, "few")
+    yield Configuration(kernel, element, world, "many")
+    if element == "bf16":
+        yield Configuration(kernel, element, world, "many", transposed=True)
+        yield Configuration(kernel, element, world, "many", True, 3)
+        yield Configuration(kernel, element, world, "few", tma=True)
+        yield Configuration(kernel, element, world, "many", tma=True)
+        yield Configuration(kernel, element, world, "many", True, tma=True)
 
 
 @dataclass(frozen=True)
@@ -158,7 +167,7 @@ def build(
     itemsize = {"i8": 1, "i16": 2, "i64": 8, "bf16": 2, "fp16": 2}.get(configuration.element, 4)
     warps, block = workspace.WARPS, 32 * workspace.WARPS * 16 // itemsize
     constants: dict[str, Any] = {
-        "OPERATION": workspace.OPERATIONS.get(name),
+        "OPERATION": workspace.OPERATIONS.get(name, 0),
         "WORLD": shape.world,
         "STRIDE": shape.stride,
         "DEPTH": shape.depth,
@@ -175,6 +184,7 @@ def build(
         "table": "*i64/16",
         "record": "*i32/16",
         "timeout": "i64",
+        "counters": "*i32/16",
     }
     kinds |= dict.fromkeys(SIZES, "i64" if wide else "i32")
     kinds |= dict.fromkeys(ALIGNED, ("i64" if wide else "i32") + "/16")
@@ -214,6 +224,8 @@ def build(
         }
         if name == "all_gather_weight_gradient":
             kinds["out"] = "*fp32/16"
+    if configuration.kernel == AWAIT:
+        constants["LANES"], options["num_warps"] = module.LANES, module.LANES // 32
     if not configuration.world:
         constants = FORMS[configuration.kernel][configuration.form]
         options = aot_local.options(architecture)
@@ -283,19 +295,27 @@ def problems(
         found.append(f"{compiled.shared} bytes of shared memory")
     if not configuration.world:
         return found + aot_local.problems(configuration.kernel, compiled.ptx)
-    moves = configuration.kernel != "barrier.meet"
+    moves = configuration.kernel not in ("barrier.meet", AWAIT)
     if moves and not re.search(r"st\.global\.(v4\.b32|v2\.b64)", compiled.ptx):
         found.append("no store of 16 bytes")
     unit = MATRIX_UNITS[architecture]
     if configuration.shape and configuration.element != "fp32" and unit not in compiled.ptx:
         found.append(f"no {unit}")
+    if configuration.kernel == SIGNALLED:
+        counted, stored = (compiled.ptx.rfind(one) for one in (COUNT, "st.global."))
+        if counted < stored:
+            found.append(f"no {COUNT} after the stores of a tile")
     wanted = ["cp.async.bulk.tensor", "fence.proxy.async.global"] if configuration.tma else []
     if configuration.kernel == BY_SWITCH:
         wanted += ["multimem.ld_reduce.relaxed.sys", "multimem.st.relaxed.sys"]
     found += [f"no {instruction}" for instruction in wanted if instruction not in compiled.ptx]
     name, _, function = configuration.kernel.partition(".")
     kernel = getattr(importlib.import_module(f"tp_kernels.kernels.{name}"), function)
-    for call, instruction in (("publish", "st.release.sys"), ("observe", "ld.acquire.sys")):
+    for call, instruction in (
+        ("publish", "st.release.sys"),
+        ("observe", "ld.acquire.sys"),
+        ("wait", "ld.acquire.sys"),
+    ):
         calls = len(re.findall(rf"\b{call}\(", inspect.getsource(kernel.fn)))
         present = compiled.ptx.count(instruction + ".global.b32")
         if present < calls:
@@ -315,7 +335,7 @@ def problems(
 def _unordered(ptx: str) -> list[str]:
     """Signals that are sent before, or seen after, the barrier which makes them those of the whole block."""
     kinds = {
-        "release": r"\bst\.release\.",
+        "release": r"\b(?:st\.release|atom\.\S*\.(?:release|acq_rel))\.",
         "acquire": r"\bld\.acquire\.",
         "barrier": r"\bbar\.sync\b",
         "store": r"\bst\.global\.",

@@ -8,6 +8,7 @@ from typing import Any
 from tp_kernels.kernels._launch import REGISTERS, TILE, WARPS, tiling
 from tp_kernels.kernels.norm import SUMMED
 from tp_kernels.kernels.rotary import tiling as rotary_tiling
+from tp_kernels.kernels.sum_parts import BLOCK
 
 # Rows of several tiles, and heads of 128 elements.
 ROW = tiling(4096)
@@ -29,6 +30,10 @@ FORMS: dict[str, dict[str, dict[str, Any]]] = {
         "layer": {"BIAS": True} | SUMS,
     },
     "norm.sum_parts": {"": {"COLUMNS": SUMMED}},
+    "sum_parts.add_in_order": {
+        "": {"WORLD": 8, "BLOCK": BLOCK},
+        "no bias": {"WORLD": 8, "BLOCK": BLOCK, "bias": None},
+    },
     "cross_entropy.measure": {"": {"BLOCK": ROW["COLUMNS"]}},
     "cross_entropy.gradient": {"": ROW},
 }

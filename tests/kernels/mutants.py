@@ -64,6 +64,10 @@ class Mutant:
 
 READY = "        publish(table, rank, channel, READY, epoch, alive, WORLD, STRIDE, LANES)\n"
 CREDIT = "        publish(table, rank, channel, CREDIT, epoch, alive, WORLD, STRIDE, LANES)\n"
+COUNT = (
+    "        tl.debug_barrier()  # one thread releases for the whole block\n"
+    '        tl.atomic_add(counters + group, 1, sem="release", scope="gpu")\n'
+)
 LATE = "largest(tl.where(seen - reached < 0, late, 0))"
 ONE_BUFFER = {"depth": 1, "channels": 1}
 
@@ -307,5 +311,36 @@ COMPILED = (
         "_device.load_acquire",
         (("ld.acquire.sys", "ld.relaxed.sys"),),
         "test_mutant_is_found",
+    ),
+    Mutant(
+        "tile_counted_without_barrier",
+        "linear_signalled.multiply_by_groups",
+        (("        tl.debug_barrier()  # one thread releases for the whole block\n", ""),),
+        "test_mutant_is_found",
+        options={"kernel": "linear_signalled.multiply_by_groups", "world": 1, "shape": "many"},
+    ),
+    Mutant(
+        "tile_counted_before_its_stores",
+        "linear_signalled.multiply_by_groups",
+        (
+            (COUNT, ""),
+            ("        tl.store(\n", f"{COUNT}        tl.store(\n"),
+        ),
+        "test_mutant_is_found",
+        options={"kernel": "linear_signalled.multiply_by_groups", "world": 1, "shape": "many"},
+    ),
+    Mutant(
+        "tile_counted_without_release",
+        "linear_signalled.multiply_by_groups",
+        (('sem="release"', 'sem="relaxed"'),),
+        "test_mutant_is_found",
+        options={"kernel": "linear_signalled.multiply_by_groups", "world": 1, "shape": "many"},
+    ),
+    Mutant(
+        "group_awaited_without_acquire",
+        "_device.load_acquire",
+        (("ld.acquire.sys", "ld.relaxed.sys"),),
+        "test_mutant_is_found",
+        options={"kernel": "wait_for_group.await_group", "world": 1},
     ),
 )

@@ -1,4 +1,4 @@
-"""Each defect of mutants.py and product_mutants.py is found by the test it names."""
+"""Each defect of mutants.py, product_mutants.py and signalled_mutants.py is found by the test it names."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import importlib
 
 import pytest
 
-from tests.kernels import body, mutants, product_mutants
+from tests.kernels import body, mutants, product_mutants, signalled_mutants
 from tests.kernels.mutants import Mutant
 from tp_kernels import CollectiveTimeoutError, RankError
 
 
 @pytest.mark.parametrize(
-    "mutant", mutants.INTERPRETED + product_mutants.MUTANTS, ids=lambda mutant: mutant.name
+    "mutant",
+    mutants.INTERPRETED + product_mutants.MUTANTS + signalled_mutants.MUTANTS,
+    ids=lambda mutant: mutant.name,
 )
 def test_is_found(interpreted, tmp_path, mutant: Mutant):
     file, _, test = mutant.test.partition(".")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from dataclasses import replace
 from random import Random
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from tests.oracle import OPERATIONS, Case, call, shard
 from tp_kernels import Choice, ParallelGroup, UnsupportedError, dispatch, explain
+from tp_kernels.comm.cuda_support import CudaSupport
 from tp_kernels.comm.devices import DeviceIdentity
 from tp_kernels.comm.triton_support import TritonSupport
 from tp_kernels.dispatch import CHUNKED_MIN_ROWS, choose
@@ -120,7 +122,7 @@ def misspell() -> None:
     with ParallelGroup(timeout=30) as group:
         for op in OPERATIONS:
             with pytest.raises(
-                UnsupportedError, match="known are reference, chunked, host, triton"
+                UnsupportedError, match="known are reference, chunked, host, triton, cuda"
             ):
                 call(Case(op, implementation="hots"), shard(Case(op), group.size, 0), group)
         assert not group.stats()["calls"]
@@ -145,6 +147,7 @@ def read_explanations() -> None:
         assert text(group) == (
             "linear_all_reduce: reference (too small to overlap)\n"
             "  not triton: CPU tensors run in Triton's interpreter, which is for tests\n"
+            "  not cuda: CPU tensors run in Triton's interpreter, which is for tests\n"
             "  not host: provider='none' was asked for\n"
             f"  not chunked: 4 rows < {CHUNKED_MIN_ROWS}: one collective is faster"
         )
@@ -259,7 +262,7 @@ def choose_for_cuda() -> None:
             choice = explain_linear(group, device="cuda")
             assert choice.rejected.get("triton") == found
         assert choice.implementation == "triton"
-        assert set(choice.rejected) == {"host", "chunked", "reference"}
+        assert set(choice.rejected) == {"host", "cuda", "chunked", "reference"}
         group.decisions.clear()
         with mock.patch.object(dispatch, "TRITON_PROVEN", False):
             choice = explain_linear(group, device="cuda")
@@ -276,3 +279,46 @@ def choose_for_cuda() -> None:
         group.triton_support[1] = TritonSupport(None, False, 80)
         with pytest.raises(UnsupportedError, match="one architecture; use implementation='auto'"):
             explain_linear(group, device="cuda", implementation="triton")
+
+
+HOPPER = CudaSupport(None, 13000, ("sm_90a",), ("sm_90a",), 13000, 90)
+
+
+def test_cuda_tensors_go_through_the_process_group_by_groups(world):
+    world(2).run(choose_cuda)
+
+
+def choose_cuda() -> None:
+    """Where ranks do not reach each other's memory, once it is proven; GPUs are pretended here."""
+
+    def explained(rows: int = 4096, device: str = "cuda", **options: Any) -> Choice:
+        group.decisions.clear()
+        given: dict[str, Any] = {"in_features": 64, "out_features": 512} | options
+        return explain("linear_all_reduce", rows=rows, group=group, device=device, **given)
+
+    with ParallelGroup(timeout=30, provider="none") as group:
+        with pytest.raises(UnsupportedError, match="rank 0: CPU tensors need Triton's interpreter"):
+            explained(device="cpu", implementation="cuda")
+        group.triton_support = [TritonSupport(None, False, one) for one in (90, 80)]
+        choice = explained()
+        assert choice.implementation == "chunked"
+        assert "never run on a GPU so far: ask for it with implementation='cuda'" in str(choice)
+        with (
+            mock.patch.object(dispatch, "CUDA_PROVEN", True),
+            mock.patch.object(dispatch, "TRITON_PROVEN", True),
+        ):
+            choice = explained()
+            assert choice.implementation == "cuda"
+            assert choice.reason.startswith("the process group sends ")
+            assert "rows; products by the Triton kernel (rank 0: _cuda is " in choice.reason
+            assert choice.rejected["triton"].startswith("ranks 0 and 1: compute capabilities")
+            assert set(choice.rejected) == {"triton", "host", "reference", "chunked"}
+            few = explained(255)
+            assert few.implementation == "reference"
+            assert few.rejected["cuda"] == "255 rows < 256: one collective is faster"
+            group.cuda_support = [HOPPER, replace(HOPPER, capability=100)]
+            assert "(rank 1: compute capability 10.0; " in explained().reason
+            group.cuda_support = [HOPPER] * 2
+            assert explained().reason.endswith("rows; products by the Hopper kernels of _cuda")
+            wide = explained(dtype=torch.float64)
+            assert wide.implementation == "chunked" and "float64" in wide.rejected["cuda"]

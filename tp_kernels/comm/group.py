@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .cores import Cores, spare_cores
+from .cuda_support import CudaSupport
 from .devices import DeviceIdentity
 from .errors import CollectiveTimeoutError, TpKernelsError, UnsupportedError
 from .faults import (
@@ -56,7 +57,8 @@ class ParallelGroup:
             that of GPUs, which "auto" and "host" use for the CUDA device that is current by now.
         timeout: seconds any wait may last before it raises. Shared memory names the rank waited for; a
             process group does so at the deadline, or at once for ranks of this host that died.
-        implementation: force one implementation of every op ("reference", "chunked", "host", "triton").
+        implementation: force one implementation of every op ("reference", "chunked", "host", "triton",
+            "cuda").
         check: compare op, dtype and shape over the ranks before every process-group collective and
             Triton kernel. "auto" does so for CPU tensors; host memory always compares, at no cost.
         window: bytes of one shared buffer; longer messages move in pieces of this size.
@@ -83,10 +85,10 @@ class ParallelGroup:
     ) -> None:
         if provider not in ("auto", "host", "none"):
             raise UnsupportedError(f"provider={provider!r}: use 'auto', 'host' or 'none'")
-        if implementation not in ("auto", "reference", "chunked", "host", "triton"):
+        if implementation not in ("auto", "reference", "chunked", "host", "triton", "cuda"):
             raise UnsupportedError(
-                f"implementation={implementation!r}: use 'auto', 'reference', 'chunked', 'host' or "
-                "'triton'"
+                f"implementation={implementation!r}: use 'auto', 'reference', 'chunked', 'host', "
+                "'triton' or 'cuda'"
             )
         if not timeout > 0:
             raise UnsupportedError(f"timeout={timeout}: use a positive number of seconds")
@@ -107,6 +109,7 @@ class ParallelGroup:
         self.identities = [HostIdentity.current()]
         # Of every rank; of a rank alone, none is needed.
         self.triton_support: list[TritonSupport] = []
+        self.cuda_support: list[CudaSupport] = []
         self.devices: list[DeviceIdentity] = []
         self.memory: SymmetricMemory | None = None
         self.slot: HostSlot  # with `memory`: for this group's own operations, one after the other
@@ -155,10 +158,12 @@ class ParallelGroup:
             mine = DeviceIdentity(missing=refused)
         else:
             mine = DeviceIdentity.current(torch.device("cuda"))
-        support = json.dumps([TritonSupport.current().to_json(), mine.to_json()])
+        facts = (TritonSupport.current(), CudaSupport.current(), mine)
+        support = json.dumps([fact.to_json() for fact in facts])
         told = [json.loads(text) for text in rendezvous.exchange("kernels", support)]
-        self.triton_support = [TritonSupport.from_json(triton) for triton, _ in told]
-        self.devices = [DeviceIdentity.from_json(device) for _, device in told]
+        self.triton_support = [TritonSupport.from_json(triton) for triton, _, _ in told]
+        self.cuda_support = [CudaSupport.from_json(cuda) for _, cuda, _ in told]
+        self.devices = [DeviceIdentity.from_json(device) for _, _, device in told]
         self._transport = ProcessGroupTransport(pg, self.rank, self.size, self.timeout, check)
         self._obstacle = refused or (
             "one rank" if self.size == 1 else host_obstacle(self.identities)

@@ -7,6 +7,7 @@ all-reduce, with an order that does not depend on the transport.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from datetime import timedelta
 from time import perf_counter
@@ -50,7 +51,11 @@ def ordered_sum(parts: Tensor | Sequence[Tensor], bias: Tensor | None, out: Tens
 
 
 class Pending:
-    """A collective in flight; `wait()` returns its result and bounds the wait by the deadline."""
+    """A collective in flight; `wait()` returns its result.
+
+    It bounds the wait by the deadline. Of CUDA tensors the current stream waits and this thread goes on: a
+    deadline would make NCCL wait here, and could not be captured in a graph. The process group has its own.
+    """
 
     def __init__(self, transport: ProcessGroupTransport, work: Any, result: Any) -> None:
         self._transport = transport
@@ -60,7 +65,10 @@ class Pending:
     def wait(self) -> Any:
         start = perf_counter()
         if self._work is not None:
-            self._work.wait(self._transport.deadline)
+            if self._result.is_cuda:
+                self._work.wait()
+            else:
+                self._work.wait(self._transport.deadline)
         self._transport.seconds += perf_counter() - start
         return self._result
 
@@ -113,8 +121,11 @@ class ProcessGroupTransport:
         )
         return Pending(self, work, out)
 
-    def all_gather(self, x: Tensor, counts: Sequence[int]) -> Pending:
-        """Rows of every rank, [sum(counts), ...]. Uneven counts are padded to the largest."""
+    def all_gather(self, x: Tensor, counts: Sequence[int], out: Tensor | None = None) -> Pending:
+        """Rows of every rank, [sum(counts), ...]. Uneven counts are padded to the largest.
+
+        out: contiguous memory for the result of even counts; not used if it has not just the size.
+        """
         largest = max(counts)
         if largest * x.shape[1:].numel() == 0:
             return Pending(self, None, x.new_empty(sum(counts), *x.shape[1:]))
@@ -123,7 +134,9 @@ class ProcessGroupTransport:
         if x.shape[0] < largest:
             padded = x.new_zeros(largest, *x.shape[1:])
             padded[: x.shape[0]] = x
-        table = x.new_empty(self.size * largest, *x.shape[1:])
+        shape = (self.size * largest, *x.shape[1:])
+        fits = even and out is not None and out.numel() == math.prod(shape)
+        table = out.view(shape) if fits and out is not None else x.new_empty(shape)
         work = _all_gather(_raw(table).view(-1), _raw(padded).view(-1), self.group, async_op=True)
         if even:
             return Pending(self, work, table)

@@ -77,12 +77,20 @@ class TritonSupport:
         return None
 
 
-def triton_obstacle(ranks: Sequence[TritonSupport], device: str) -> str | None:
-    """Why these ranks cannot run kernels together on tensors of this kind of device, or None."""
+def first_obstacle(ranks: Sequence[TritonSupport], device: str) -> str | None:
+    """Why one of these ranks cannot run kernels on tensors of this kind of device, or None."""
     for rank, support in enumerate(ranks):
         obstacle = support.obstacle(device)
         if obstacle:
             return f"rank {rank}: {obstacle}"
+    return None
+
+
+def triton_obstacle(ranks: Sequence[TritonSupport], device: str) -> str | None:
+    """As first_obstacle, of kernels that they run together."""
+    obstacle = first_obstacle(ranks, device)
+    if obstacle:
+        return obstacle
     if device == "cuda":  # tiles, which the ranks exchange, are chosen by architecture
         architectures = [(support.capability or 0) // 10 for support in ranks]
         for rank, architecture in enumerate(architectures):

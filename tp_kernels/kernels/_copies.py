@@ -17,11 +17,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from tp_kernels.comm.layout import Division
+
 from ._gather import Plan
 from ._gemm import Tiling
 from ._signals import DONE
 from .barrier import barrier
-from .workspace import Division, Workspace
+from .workspace import Workspace
 
 CHUNKS = 8  # of a rank's rows: enough for a product to begin early, few enough for large copies
 LINE = 16  # bytes that divide a chunk

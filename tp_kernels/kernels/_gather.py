@@ -21,11 +21,13 @@ from typing import NamedTuple
 
 import triton.language as tl
 
+from tp_kernels.comm.layout import Division
+
 from ._device import device_function, store_release
 from ._gemm import Tiling
 from ._rounds import length_of, receive, send_to_peers, start_of
 from ._signals import CREDIT, DONE, FINISHED, READY, enter, leave, observe, publish, wait
-from .workspace import Division, Workspace
+from .workspace import Workspace
 
 
 class Plan(NamedTuple):

@@ -131,12 +131,19 @@ def check_pairs(
     bias: Tensor | None,
 ) -> Pairs:
     """Refuse what is not x_i [R, K_i], w_i [N, K_i], bias [N] of one dtype on the workspace's device."""
+    for one in as_list(x):
+        check_operand(operation, workspace, one)
+    return pairs_of(f"{operation} on rank {workspace.rank} of {workspace.world}", x, w, bias)
+
+
+def pairs_of(
+    where: str, x: Tensor | Sequence[Tensor], w: Tensor | Sequence[Tensor], bias: Tensor | None
+) -> Pairs:
+    """As check_pairs, of any dtype and on any device."""
     xs, ws = as_list(x), as_list(w)
-    where = f"{operation} on rank {workspace.rank} of {workspace.world}"
     if len(xs) != len(ws) or not xs:
         raise ShapeError(f"{where}: {len(xs)} times x and {len(ws)} times w; expected pairs")
     for one, other in zip(xs, ws, strict=True):
-        check_operand(operation, workspace, one)
         if one.dim() != 2 or other.dim() != 2 or one.shape[1] != other.shape[1]:
             raise ShapeError(
                 f"{where}: x is {tuple(one.shape)}, w {tuple(other.shape)}; expected [R, K] and [N, K]"

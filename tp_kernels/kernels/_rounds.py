@@ -72,6 +72,6 @@ def length_of(count, first, part):
 def start_of(rank, small, larger, unit):
     """Where the rows of `rank` start: all ranks have `small` rows, the first `larger` ones `unit` more.
 
-    As Division in workspace.py; in elements if its numbers are.
+    As Division in comm/layout.py; in elements if its numbers are.
     """
     return rank * small + tl.minimum(rank, larger) * unit

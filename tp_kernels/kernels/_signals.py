@@ -40,6 +40,8 @@ EPOCH = tl.constexpr(256)
 DONE = tl.constexpr(320)
 FINISHED = tl.constexpr(384)
 SIGNAL_BYTES = tl.constexpr(512)  # the buffers come after it
+# Not in a channel: the counter of a group of rows, see linear_signalled.py.
+TILES = tl.constexpr(1)
 
 # int32 words of the record of a wait that expired.
 RECORD = ("state", "rank", "operation", "channel", "signal", "peer", "expected", "seen")

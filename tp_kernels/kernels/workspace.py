@@ -23,7 +23,7 @@ import triton
 from torch import Tensor
 
 from tp_kernels.comm.errors import CollectiveTimeoutError, ShapeError, UnsupportedError
-from tp_kernels.comm.layout import split_sizes
+from tp_kernels.comm.layout import Division, split_sizes
 
 from ._device import INTERPRETED
 from ._launch import DTYPES, check_device
@@ -63,33 +63,6 @@ def with_scratch(launch: Callable[..., Any], *arguments: Any, **constants: Any) 
 def _scratch(nbytes: int, alignment: int, stream: int | None) -> Tensor:
     """Memory of a launch on the current device; what comes after it in the stream may get it again."""
     return torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-
-
-@dataclass(frozen=True)
-class Division:
-    """Rows divided over ranks: `small` each, and the first `larger` ranks `unit` more (see start_of)."""
-
-    small: int
-    larger: int
-    unit: int
-
-    @property
-    def most(self) -> int:
-        """Rows of the rank that has most."""
-        return self.small + self.unit * (self.larger > 0)
-
-    def start(self, rank: int) -> int:
-        return self.small * rank + self.unit * min(rank, self.larger)
-
-    def rows(self, rank: int) -> int:
-        return self.small + self.unit * (rank < self.larger)
-
-    def total(self, world: int) -> int:
-        return self.small * world + self.unit * self.larger
-
-    def scaled(self, width: int) -> tuple[int, int, int]:
-        """(small, larger, unit) in elements of rows of `width`."""
-        return self.small * width, self.larger, self.unit * width
 
 
 @dataclass(frozen=True)
@@ -210,9 +183,8 @@ class Workspace:
                 multiplied by one number, or not `rows` together.
         """
         counts = split_sizes(rows or 0, self.world) if counts is None else list(counts)
-        small, most = (counts[-1], counts[0]) if counts else (0, 0)
-        division = Division(small, counts.count(most) if most > small else 0, most - small)
-        if counts != [division.rows(rank) for rank in range(self.world)]:
+        division = Division.of(counts)
+        if division is None or len(counts) != self.world:
             raise ShapeError(
                 f"{operation} on rank {self.rank} of {self.world}: counts={counts}; expected "
                 f"{self.world} numbers, divided as by tp_kernels.split_sizes"

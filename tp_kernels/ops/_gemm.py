@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tp_kernels.comm.host_slot import REDUCIBLE
+from tp_kernels.comm.process_group import ordered_sum
 from tp_kernels.comm.short_way import FEW_ROWS
 from tp_kernels.comm.symmetric_memory import _host
 
@@ -82,6 +83,14 @@ def products(x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor]) -> list[
             y = torch.nn.functional.linear(x, w, bias)
         ys.append(y)  # no views: autograd would forbid to write to them
     return ys
+
+
+def add_parts(parts: Tensor, bias: Tensor | None, out: Tensor, start: int) -> Tensor:
+    """ordered_sum of parts [W, ...] into `out`, element i of which has bias [(start + i) % N]."""
+    if bias is not None:
+        index = torch.arange(start, start + out.numel(), device=bias.device)
+        bias = bias[index % bias.numel()].view(out.shape)
+    return ordered_sum(parts.view(parts.shape[0], *out.shape), bias, out)
 
 
 def block_rows(rows: int, most: int) -> int:

@@ -45,7 +45,7 @@ class GroupWorkspace:
                 f"rank {group.rank}: the first op that runs 'triton' makes memory, which a graph cannot "
                 "capture; call it once before"
             )
-        self.kernels = kernels = _import_together(group, interpreted)
+        self.kernels = kernels = import_together(group, interpreted, "triton")
         shape = kernels.WorkspaceShape(group.size, *_sizes(like), DEPTH)
         staged = 0 if interpreted else STAGED_BYTES
         region = self._region = new_region(group, device, shape.nbytes + staged)
@@ -122,9 +122,7 @@ def agree(
     counts: rows of each rank, or the rows of all. Host memory always compares; CUDA tensors are compared
     where the group was made with check=True, which costs a collective.
     """
-    rows, most = sum(counts), max(counts)
-    # With the sum of the rows, these two say what every rank has: see comm/layout.py.
-    layout = most * (group.size + 1) + list(counts).count(most)
+    rows, layout = sum(counts), layout_of(counts)
     name = f"triton {operation}"
     if not x.is_cpu:
         group.transport.agree(name, x, rows, width, layout)
@@ -138,11 +136,17 @@ def agree(
     slot.finish()
 
 
+def layout_of(counts: Sequence[int]) -> int:
+    """A number that says, with the sum of the rows, what every rank has: see comm/layout.py."""
+    most = max(counts)
+    return most * (len(counts) + 1) + list(counts).count(most)
+
+
 def _kernels() -> ModuleType:
     return importlib.import_module("tp_kernels.kernels")
 
 
-def _import_together(group: ParallelGroup, interpreted: bool) -> ModuleType:
+def import_together(group: ParallelGroup, interpreted: bool, implementation: str) -> ModuleType:
     """The kernels, imported on all ranks; if that fails on one, all of them raise."""
     problem = ""
     try:
@@ -155,7 +159,7 @@ def _import_together(group: ParallelGroup, interpreted: bool) -> ModuleType:
     answers = group.rendezvous.corner("kernels").exchange("import", problem)
     for rank, answer in enumerate(answers):
         if answer:
-            raise UnsupportedError(f"implementation='triton': rank {rank}: {answer}")
+            raise UnsupportedError(f"implementation={implementation!r}: rank {rank}: {answer}")
     return kernels
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from tp_kernels.comm.group import ParallelGroup
 from tp_kernels.comm.short_way import GATHER_FIRST_ROWS
 
 from ._gemm import block_rows, linear, part_blocks, products, starts, weight_gradients
+from ._signalled import groups_of, signals_of
 from ._workspace import agree, launch
 
 Gathered = tuple[list[Tensor], Tensor | None]
@@ -158,7 +160,52 @@ def triton_weight_gradients(
     return dws
 
 
-IMPLEMENTATIONS = {"reference": reference, "chunked": chunked, "host": host, "triton": triton}
+def cuda(
+    group: ParallelGroup,
+    x: Tensor,
+    ws: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    counts: Sequence[int],
+    keep: bool,
+) -> Gathered:
+    """Row groups through the process group on a stream of its own, products as they arrive.
+
+    As `chunked`, but also the rows are put in their places beside the products.
+    """
+    width = x.shape[1]
+    groups = groups_of(group, "all_gather_linear", x, counts, width)
+    gathered = x.new_empty(groups.total, width)
+    ys = [x.new_empty(groups.total, w.shape[0]) for w in ws]
+    first = starts(counts)[group.rank]
+    arrived: list[torch.cuda.Event | None] = []
+    with torch.cuda.device_of(x), signals_of(group, x).forked() as beside:
+        with beside:
+            for index in range(len(groups)):
+                pieces = groups.ranges(index)
+                start, rows = pieces[group.rank].source - first, pieces[group.rank].rows
+                sizes = [piece.rows for piece in pieces]
+                block = group.transport.all_gather(x[start : start + rows], sizes).wait()
+                for piece, part in zip(pieces, block.split(sizes), strict=True):
+                    gathered[piece.source : piece.source + piece.rows] = part
+                arrived.append(torch.cuda.current_stream().record_event() if x.is_cuda else None)
+        _rows_into(x, first, ws, biases, ys)
+        for index, event in enumerate(arrived):
+            if event is not None:
+                torch.cuda.current_stream().wait_event(event)
+            for peer, piece in enumerate(groups.ranges(index)):
+                if peer != group.rank:
+                    rows_of_peer = gathered[piece.source : piece.source + piece.rows]
+                    _rows_into(rows_of_peer, piece.source, ws, biases, ys)
+    return ys, gathered if keep else None
+
+
+IMPLEMENTATIONS = {
+    "reference": reference,
+    "chunked": chunked,
+    "host": host,
+    "triton": triton,
+    "cuda": cuda,
+}
 
 
 def _rows_into(

@@ -59,7 +59,7 @@ def all_gather_linear(
         activation: applied to every output.
         gathered: "keep" holds all_gather(x) for the weight gradient; "redo" gathers again in the
             backward, which saves (W-1)/W of that memory.
-        implementation: "auto", or one of "reference", "chunked", "host", "triton".
+        implementation: "auto", or one of "reference", "chunked", "host", "triton", "cuda".
 
     Returns:
         [R, ..., N_r], or a tuple of them for several weights.

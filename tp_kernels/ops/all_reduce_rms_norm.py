@@ -79,7 +79,7 @@ def linear_all_reduce_rms_norm(
     Args:
         x: [..., K_r]; weight: [N, K_r]; bias: [N]; as in `linear_all_reduce`.
         norm_weight: [N]; residual: [..., N]; as in `all_reduce_rms_norm`.
-        implementation: "auto", or one of "reference", "chunked", "host", "triton".
+        implementation: "auto", or one of "reference", "chunked", "host", "triton", "cuda".
 
     Returns:
         (y, s), both [..., N], as `all_reduce_rms_norm`.

@@ -47,8 +47,8 @@ def copy_linear(
             then share one collective in the backward.
         bias: [N_r] (or one per weight), this rank's part.
         activation: applied to every output.
-        implementation: "auto", or one of "reference", "chunked", "host", "triton"; it matters in the
-            backward.
+        implementation: "auto", or one of "reference", "chunked", "host", "triton", "cuda"; it matters in
+            the backward.
 
     Returns:
         [..., N_r], or a tuple of them for several weights. The gradient of x has equal bits on all ranks.

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from tp_kernels.comm.group import ParallelGroup
-from tp_kernels.comm.process_group import Pending, ordered_sum
+from tp_kernels.comm.process_group import Pending
+from tp_kernels.comm.row_groups import Piece
 from tp_kernels.comm.short_way import SHORT_ROWS
 
-from ._gemm import Between, block_rows, blocks, few_rows, partial_product
+from ._gemm import Between, add_parts, block_rows, blocks, few_rows, partial_product
 from ._round import RoundReader
+from ._signalled import Add, send_by_groups
 from ._workspace import agree, launch
 
 
@@ -120,7 +122,38 @@ def triton(
     return out
 
 
-IMPLEMENTATIONS = {"reference": reference, "chunked": chunked, "host": host, "triton": triton}
+def cuda(
+    group: ParallelGroup,
+    xs: Sequence[Tensor],
+    ws: Sequence[Tensor],
+    bias: Tensor | None,
+    between: Between = None,
+) -> Tensor:
+    """One product; the process group sums its row groups as they are finished, see _signalled.py.
+
+    Several products are summed as in `triton`.
+    """
+    rows = xs[0].shape[0]
+    out = xs[0].new_empty(rows, ws[0].shape[0])
+
+    def send(partial: Tensor, pieces: Sequence[Piece], add: Add) -> None:
+        (piece,) = pieces
+        target = out[piece.source : piece.source + piece.rows]
+        summed = _send(group, partial, bias).gather(add, target).wait()
+        if summed.data_ptr() != target.data_ptr():
+            target.copy_(summed)
+
+    send_by_groups(group, "linear_all_reduce", xs, ws, [rows], send, between)
+    return out
+
+
+IMPLEMENTATIONS = {
+    "reference": reference,
+    "chunked": chunked,
+    "host": host,
+    "triton": triton,
+    "cuda": cuda,
+}
 
 
 class _Block:
@@ -131,19 +164,15 @@ class _Block:
     ) -> None:
         self._group, self._pending, self._partial, self._bias = group, pending, partial, bias
 
-    def gather(self) -> _Gathering:
-        """Sum this rank's part and send the sum to everybody."""
+    def gather(self, add: Add = add_parts, out: Tensor | None = None) -> _Gathering:
+        """Sum this rank's part and send the sum to everybody; to `out` if it is of the right size."""
         partial, group = self._partial, self._group
         if self._pending is None:
             return _Gathering(None, partial)
         parts = self._pending.wait()
-        bias = self._bias
-        if bias is not None:
-            first = group.rank * parts.shape[1]
-            index = torch.arange(first, first + parts.shape[1], device=bias.device)
-            bias = bias[index % bias.numel()]
-        mine = ordered_sum(parts, bias, parts.new_empty(1, parts.shape[1]))
-        return _Gathering(group.transport.all_gather(mine, [1] * group.size), partial)
+        length = parts.shape[1]
+        mine = add(parts, self._bias, parts.new_empty(1, length), group.rank * length)
+        return _Gathering(group.transport.all_gather(mine, [1] * group.size, out), partial)
 
 
 class _Gathering:

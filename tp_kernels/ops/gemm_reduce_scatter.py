@@ -14,11 +14,13 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tp_kernels.comm.group import ParallelGroup
-from tp_kernels.comm.process_group import Pending, ordered_sum
+from tp_kernels.comm.process_group import Pending
+from tp_kernels.comm.row_groups import Piece
 from tp_kernels.comm.short_way import SHORT_ROWS
 
-from ._gemm import Between, block_rows, part_blocks, partial_product, starts
+from ._gemm import Between, add_parts, block_rows, part_blocks, partial_product, starts
 from ._round import RoundReader
+from ._signalled import Add, send_by_groups
 from ._workspace import agree, launch
 
 
@@ -124,7 +126,35 @@ def triton(
     return out
 
 
-IMPLEMENTATIONS = {"reference": reference, "chunked": chunked, "host": host, "triton": triton}
+def cuda(
+    group: ParallelGroup,
+    xs: Sequence[Tensor],
+    ws: Sequence[Tensor],
+    bias: Tensor | None,
+    counts: Sequence[int],
+    between: Between = None,
+) -> Tensor:
+    """One product, as gemm_all_reduce.cuda; of each row group every rank gets its rows."""
+    transport, first = group.transport, starts(counts)[group.rank]
+    out = xs[0].new_empty(counts[group.rank], ws[0].shape[0])
+
+    def send(partial: Tensor, pieces: Sequence[Piece], add: Add) -> None:
+        mine, sizes = pieces[group.rank], [piece.rows for piece in pieces]
+        pending = transport.all_to_all(partial, sizes, [mine.rows] * group.size)
+        start = mine.source - first
+        _sum(pending, group, bias, out[start : start + mine.rows], add)
+
+    send_by_groups(group, "linear_reduce_scatter", xs, ws, counts, send, between)
+    return out
+
+
+IMPLEMENTATIONS = {
+    "reference": reference,
+    "chunked": chunked,
+    "host": host,
+    "triton": triton,
+    "cuda": cuda,
+}
 
 
 def _products(
@@ -142,8 +172,10 @@ def _products(
             position += stop - start
 
 
-def _sum(pending: Pending, group: ParallelGroup, bias: Tensor | None, out: Tensor) -> Tensor:
+def _sum(
+    pending: Pending, group: ParallelGroup, bias: Tensor | None, out: Tensor, add: Add = add_parts
+) -> Tensor:
     parts = pending.wait()
     if out.numel() == 0:
         return out
-    return ordered_sum(parts.view(group.size, *out.shape), bias, out)
+    return add(parts.view(group.size, *out.shape), bias, out, 0)

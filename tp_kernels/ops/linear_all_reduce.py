@@ -45,7 +45,7 @@ def linear_all_reduce(
         weight: [N, K_r], this rank's columns of the unsplit [N, K] weight.
         bias: [N], equal on all ranks, added once.
         activation: "gelu", "gelu_tanh", "silu" or "relu", applied to the sum.
-        implementation: "auto", or one of "reference", "chunked", "host", "triton".
+        implementation: "auto", or one of "reference", "chunked", "host", "triton", "cuda".
 
     Returns:
         [..., N], the same bits on every rank. dtype of x: float32, bfloat16, float16 (float64 through

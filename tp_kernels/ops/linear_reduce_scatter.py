@@ -46,7 +46,7 @@ def linear_reduce_scatter(
         weight: [N, K_r], this rank's columns of the unsplit [N, K] weight.
         bias: [N], equal on all ranks, added once to every row. Its gradient is complete on every rank.
         activation: applied to the sum.
-        implementation: "auto", or one of "reference", "chunked", "host", "triton".
+        implementation: "auto", or one of "reference", "chunked", "host", "triton", "cuda".
 
     Returns:
         [split_sizes(R, W)[rank], ..., N]. Summed in fp32 in rank order, rounded once.

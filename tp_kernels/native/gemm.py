@@ -1,0 +1,420 @@
+"""Products on Hopper (sm_90) whose result is sent, or whose rows arrive, while they go on.
+
+The kernels are those of csrc/cuda/gemm_sm90 in the module `_cuda`, which is loaded when the first one runs.
+Signatures and results are those of the Triton kernels of the same names in tp_kernels/kernels; what cannot be
+loaded or stored here raises UnsupportedError before anything is launched, and Triton takes it.
+
+    signalled_linear            rows in groups, which a stream waits for one by one       kernels/linear_signalled.py
+    awaited_linear              of rows of all ranks, which copies bring                  kernels/all_gather_linear.py
+    awaited_weight_gradient     the gradient that belongs to it
+    linear_reduce_scatter       summed over ranks                                  kernels/linear_reduce_scatter.py
+
+`dtype` is bfloat16 or float16 throughout; sums are float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tp_kernels.comm.errors import ShapeError, UnsupportedError
+
+from . import _products
+from ._products import KERNELS, MOST, TYPES, Policy, Tile
+
+if TYPE_CHECKING:
+    from tp_kernels.comm.row_groups import RowGroups
+    from tp_kernels.kernels.workspace import Division, Workspace
+
+WAY_OUT = "implementation='triton' takes it"
+ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu", "relu")  # in the order of csrc/.../arguments.h
+
+
+def native() -> Any:
+    """The module of the kernels."""
+    return importlib.import_module("tp_kernels._cuda")
+
+
+def multiprocessors(x: Tensor) -> int:
+    return torch.cuda.get_device_properties(x.device).multi_processor_count
+
+
+def signalled_obstacle(x: Tensor, w: Tensor) -> str | None:
+    """Why signalled_linear does not take x [M, K] and w [N, K], or None."""
+    return _products.obstacle("signal", [x], [w])
+
+
+def signalled_tile(x: Tensor, w: Tensor) -> tuple[int, int]:
+    """(block_m, block_n) of signalled_linear, whose tiles counters count."""
+    tile = _tile("signal", [x], [w], x.shape[0], w.shape[0], multiprocessors(x))
+    return tile.block_m, tile.block_n
+
+
+def signalled_linear(
+    x: Tensor, w: Tensor, groups: RowGroups, out: Tensor, counters: Tensor, *, reserved: int
+) -> None:
+    """x w^T, group by group; every tile, when it is stored, adds 1 to the counter of its group.
+
+    Args:
+        x: [M, K], w: [N, K]; see signalled_obstacle.
+        groups: of the M rows.
+        out: [M, N] of the dtype of x, contiguous, in the order of the groups.
+        counters: int32 [len(groups)], zero.
+        reserved: multiprocessors that are left to others.
+
+    Raises:
+        ShapeError, UnsupportedError: before anything is launched.
+    """
+    where = "signalled_linear"
+    rows, width = x.shape[0], w.shape[0]
+    _check_pairs(where, "signal", [x], [w])
+    if groups.total != rows or out.shape != (rows, width) or counters.shape != (len(groups),):
+        raise ShapeError(
+            f"{where}: x is {tuple(x.shape)}, w {tuple(w.shape)}, with {len(groups)} groups of "
+            f"{groups.total} rows; out is {tuple(out.shape)}, counters {tuple(counters.shape)}"
+        )
+    if out.dtype != x.dtype or counters.dtype != torch.int32:
+        raise UnsupportedError(f"{where}: out is {out.dtype}, counters are {counters.dtype}")
+    if not (out.is_contiguous() and counters.is_contiguous()):
+        raise UnsupportedError(f"{where}: out and counters have to be contiguous")
+    tile = _tile("signal", [x], [w], rows, width, multiprocessors(x))
+    tiles = sum(groups.tiles(g, tile.block_m, tile.block_n, width) for g in range(len(groups)))
+    blocks = _blocks(where, tiles, multiprocessors(x) - reserved)
+    module, division = native(), groups.division
+    module.signalled_product(
+        _kind("signal", [x], [w], tile),
+        _pairs("signal", [x], [w]),
+        out.data_ptr(),
+        counters.data_ptr(),
+        width,
+        module.Division(division.small, division.unit, division.larger),
+        groups.size,
+        groups.parts,
+        tiles,
+        blocks,
+        _stream(x),
+    )
+
+
+def awaited_linear(
+    x: Tensor,
+    w: Tensor | Sequence[Tensor],
+    workspace: Workspace,
+    *,
+    counts: Sequence[int] | None = None,
+    bias: Tensor | Sequence[Tensor] | None = None,
+    activation: str | None = None,
+    gathered: Tensor | None = None,
+    outs: Sequence[Tensor] | None = None,
+) -> tuple[list[Tensor], Tensor]:
+    """y_i = act(all_gather(x) w_i^T + b_i), rows brought by the copy engine. Collective.
+
+    Arguments, results and errors are those of kernels.all_gather_linear with producer="copies", so the
+    workspace needs staging memory for the rows of the rank that has most.
+    """
+    where = f"awaited_linear on rank {workspace.rank} of {workspace.world}"
+    ws = [w] if isinstance(w, Tensor) else list(w)
+    biases = [] if bias is None else [bias] if isinstance(bias, Tensor) else list(bias)
+    if not ws or (biases and len(biases) != len(ws)):
+        raise ShapeError(f"{where}: {len(ws)} weights and {len(biases)} biases")
+    if activation not in ACTIVATIONS:
+        raise UnsupportedError(f"{where}: activation={activation!r}; known are {ACTIVATIONS}")
+    division, gathered = _gathered(where, x, workspace, counts, gathered)
+    rows, inner = gathered.shape
+    for one, its_bias in zip(ws, biases, strict=False):
+        _check_bias(where, one, its_bias)
+    _check_pairs(where, "await_rows", [gathered] * len(ws), ws)
+    ys = _results(where, x, [(rows, one.shape[0]) for one in ws], outs)
+    columns = sum(y.shape[1] for y in ys)
+    tile = _tile("await_rows", [gathered] * len(ws), ws, rows, columns, multiprocessors(x))
+    across = sum(-(-y.shape[1] // tile.block_n) for y in ys)
+    tiles = (-(-rows // tile.block_m) + workspace.world) * across
+    places = [
+        (y.data_ptr(), biases[i].contiguous().data_ptr() if biases else 0, rows, y.shape[1])
+        for i, y in enumerate(ys)
+    ]
+    _await(
+        where, "await_rows", [gathered] * len(ws), ws, tile, tiles, places, x, gathered, division,
+        workspace, "all_gather_linear", ACTIVATIONS.index(activation), False,
+    )  # fmt: skip
+    return ys, gathered
+
+
+def awaited_weight_gradient(
+    x: Tensor,
+    other: Tensor,
+    workspace: Workspace,
+    *,
+    counts: Sequence[int] | None = None,
+    of_gathered: bool = False,
+    out: Tensor | None = None,
+    accumulate_into: Tensor | None = None,
+    gathered: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """other^T all_gather(x) [N, K], with of_gathered all_gather(x)^T other [K, N]. Collective.
+
+    Arguments, results and errors are those of kernels.all_gather_weight_gradient, with rows brought by the
+    copy engine; accumulate_into is contiguous and of the dtype of x.
+    """
+    where = f"awaited_weight_gradient on rank {workspace.rank} of {workspace.world}"
+    division, gathered = _gathered(where, x, workspace, counts, gathered)
+    if other.dim() != 2 or other.shape[0] != gathered.shape[0]:
+        raise ShapeError(f"{where}: other is {tuple(other.shape)}; expected [{gathered.shape[0]}, N]")
+    if out is not None and accumulate_into is not None:
+        raise UnsupportedError(f"{where}: out and accumulate_into; give one of them")
+    a, b = (gathered.t(), other.t()) if of_gathered else (other.t(), gathered.t())
+    _check_pairs(where, "await_sum", [a], [b])
+    shape = (a.shape[0], b.shape[0])
+    given = out if accumulate_into is None else accumulate_into
+    result = _results(where, x, [shape], None if given is None else [given])[0]
+    tile = _tile("await_sum", [a], [b], *shape, multiprocessors(x))
+    places = [(result.data_ptr(), 0, *shape)]
+    _await(
+        where, "await_sum", [a], [b], tile, _products.tiles_of(tile, *shape), places, x, gathered,
+        division, workspace, "all_gather_weight_gradient", 0, accumulate_into is not None,
+    )  # fmt: skip
+    return result, gathered
+
+
+def linear_reduce_scatter(
+    x: Tensor | Sequence[Tensor],
+    w: Tensor | Sequence[Tensor],
+    workspace: Workspace,
+    *,
+    counts: Sequence[int] | None = None,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """This rank's rows of the sum over ranks and pairs of x_i w_i^T, plus bias. Collective.
+
+    Arguments, result and errors are those of kernels.linear_reduce_scatter. All ranks have to decide for this
+    kernel together, since tiles travel: shapes, strides and devices have to be alike.
+    """
+    where = f"linear_reduce_scatter on rank {workspace.rank} of {workspace.world}"
+    xs = [x] if isinstance(x, Tensor) else list(x)
+    ws = [w] if isinstance(w, Tensor) else list(w)
+    _check_pairs(where, "send", xs, ws)
+    _check_bias(where, ws[0], bias)
+    _check_world(where, workspace)
+    rows, width = xs[0].shape[0], ws[0].shape[0]
+    division = workspace.rows_of_ranks("linear_reduce_scatter", counts, rows)
+    mine = division.rows(workspace.rank)
+    result = _results(where, xs[0], [(mine, width)], None if out is None else [out])[0]
+    inner = sum(one.shape[1] for one in xs)
+    blocks = min(multiprocessors(xs[0]), workspace.shape.channels)
+    tile = send_tile(where, workspace, xs, ws, division.most, width, inner, blocks)
+    blocks = _blocks(where, _products.tiles_of(tile, division.most, width), blocks)
+    module = native()
+    module.sent_products(
+        _kind("send", xs, ws, tile),
+        _pairs("send", xs, ws),
+        result.data_ptr(),
+        0 if bias is None else bias.contiguous().data_ptr(),
+        width,
+        module.Division(division.small, division.unit, division.larger),
+        _workspace(workspace, "linear_reduce_scatter"),
+        blocks,
+        _stream(xs[0]),
+    )
+    return result
+
+
+def send_tile(
+    where: str,
+    workspace: Workspace,
+    xs: Sequence[Tensor],
+    ws: Sequence[Tensor],
+    rows: int,
+    width: int,
+    inner: int,
+    blocks: int,
+) -> Tile:
+    """The tile of linear_reduce_scatter, equal on all ranks, of those that the chunks have room for."""
+    known = KERNELS["send", *_layouts("send", xs, ws)]
+    fitting = [t for t in known if t.block_m * t.block_n * 2 <= workspace.shape.chunk]
+    if not fitting or workspace.shape.depth < 2:
+        raise UnsupportedError(
+            f"{where}: {workspace.shape}; a tile needs chunk="
+            f"{min(t.block_m * t.block_n * 2 for t in known)} and depth=2 or more"
+        )
+    return _products.choose(fitting, rows, width, inner, blocks)
+
+
+def _await(
+    where: str,
+    policy: Policy,
+    xs: Sequence[Tensor],
+    ws: Sequence[Tensor],
+    tile: Tile,
+    tiles: int,
+    places: list[tuple[int, int, int, int]],
+    x: Tensor,
+    gathered: Tensor,
+    division: Division,
+    workspace: Workspace,
+    operation: str,
+    activation: int,
+    add: bool,
+) -> None:
+    """Let copies bring the rows, and launch what waits for them."""
+    from tp_kernels.kernels._copies import chunk_of, gathered_by_copies
+
+    room = workspace.staging[0].numel() if workspace.staging else 0
+    needed = division.most * gathered.shape[1] * x.element_size()
+    if needed > room:
+        raise UnsupportedError(
+            f"{where}: needs {needed} bytes of staging memory, the workspace has {room}; {WAY_OUT}"
+        )
+    blocks = _blocks(where, tiles, multiprocessors(x))
+    module = native()
+    part = chunk_of(division.most * gathered.shape[1], x.element_size())
+    with gathered_by_copies(workspace, x.contiguous(), gathered, division):
+        module.awaited_products(
+            _kind(policy, xs, ws, tile),
+            _pairs(policy, xs, ws),
+            places,
+            _workspace(workspace, operation),
+            module.Division(division.small, division.unit, division.larger),
+            gathered.shape[1],
+            part,
+            1,
+            activation,
+            add,
+            blocks,
+            _stream(x),
+        )
+
+
+def _gathered(
+    where: str,
+    x: Tensor,
+    workspace: Workspace,
+    counts: Sequence[int] | None,
+    gathered: Tensor | None,
+) -> tuple[Division, Tensor]:
+    """How rows are divided, and memory for those of all ranks."""
+    _check_world(where, workspace)
+    if x.dim() != 2:
+        raise ShapeError(f"{where}: x is {tuple(x.shape)}; expected [R_r, K]")
+    division = workspace.rows_of_ranks(where, counts or [x.shape[0]] * workspace.world)
+    if division.rows(workspace.rank) != x.shape[0]:
+        raise ShapeError(f"{where}: x has {x.shape[0]} rows, counts={list(counts or [])}")
+    shape = (division.total(workspace.world), x.shape[1])
+    return division, _results(where, x, [shape], None if gathered is None else [gathered])[0]
+
+
+def _check_world(where: str, workspace: Workspace) -> None:
+    if workspace.world < 2:
+        raise UnsupportedError(f"{where}: there is nobody to exchange with; use torch's linear")
+
+
+def _check_bias(where: str, w: Tensor, bias: Tensor | None) -> None:
+    if bias is None:
+        return
+    if bias.shape != w.shape[:1]:
+        raise ShapeError(f"{where}: bias is {tuple(bias.shape)}; expected [{w.shape[0]}]")
+    if (bias.dtype, bias.device) != (w.dtype, w.device):
+        raise UnsupportedError(f"{where}: bias is {bias.dtype} on {bias.device}, w {w.dtype}")
+
+
+def _check_pairs(where: str, policy: Policy, xs: Sequence[Tensor], ws: Sequence[Tensor]) -> None:
+    """Refuse what is not x_i [M, K_i] and w_i [N, K_i] that a kernel takes, on a GPU."""
+    if len(xs) != len(ws) or not xs:
+        raise ShapeError(f"{where}: {len(xs)} times x and {len(ws)} times w; expected pairs")
+    for x, w in zip(xs, ws, strict=True):
+        if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[1]:
+            raise ShapeError(
+                f"{where}: x is {tuple(x.shape)}, w {tuple(w.shape)}; expected [M, K] and [N, K]"
+            )
+        if x.shape[0] != xs[0].shape[0] or (policy == "send" and w.shape[0] != ws[0].shape[0]):
+            raise ShapeError(f"{where}: pairs have {x.shape[0]} and {xs[0].shape[0]} rows")
+    if why := _products.obstacle(policy, xs, ws):
+        raise UnsupportedError(f"{where}: {why}; {WAY_OUT}")
+    for one in (*xs, *ws):
+        if one.device != xs[0].device or not on_gpu(one):
+            raise UnsupportedError(f"{where}: operands are on {xs[0].device} and {one.device}")
+
+
+def on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def _results(
+    where: str, x: Tensor, shapes: Sequence[tuple[int, int]], outs: Sequence[Tensor] | None
+) -> list[Tensor]:
+    """`outs` if they can take results of these shapes, else new tensors like x."""
+    if outs is None:
+        return [x.new_empty(shape) for shape in shapes]
+    for out, shape in zip(outs, shapes, strict=True):
+        if out.shape != shape or out.dtype != x.dtype or out.device != x.device:
+            raise ShapeError(
+                f"{where}: a result {tuple(out.shape)} {out.dtype} on {out.device} is given, "
+                f"{shape} {x.dtype} on {x.device} is needed"
+            )
+        if not out.is_contiguous():
+            raise UnsupportedError(f"{where}: results have to be contiguous; {WAY_OUT}")
+    return list(outs)
+
+
+def _layouts(
+    policy: Policy, xs: Sequence[Tensor], ws: Sequence[Tensor]
+) -> tuple[bool, bool]:
+    found = _products.common(policy, xs, ws)
+    assert found is not None  # else it was refused
+    return found
+
+
+def _tile(
+    policy: Policy, xs: Sequence[Tensor], ws: Sequence[Tensor], rows: int, columns: int, most: int
+) -> Tile:
+    known = KERNELS[policy, *_layouts(policy, xs, ws)]
+    return _products.choose(known, rows, columns, xs[0].shape[1], most)
+
+
+def _blocks(where: str, tiles: int, most: int) -> int:
+    """Of a launch, each of which takes a multiprocessor."""
+    if tiles > MOST:
+        raise UnsupportedError(f"{where}: {tiles} tiles, 2^31 or more; {WAY_OUT}")
+    return max(1, min(tiles, most))
+
+
+def _kind(policy: Policy, xs: Sequence[Tensor], ws: Sequence[Tensor], tile: Tile) -> Any:
+    return native().ProductKind(policy, TYPES[xs[0].dtype], *_layouts(policy, xs, ws), *tile)
+
+
+def _pairs(policy: Policy, xs: Sequence[Tensor], ws: Sequence[Tensor]) -> list[Any]:
+    module, k_major = native(), _layouts(policy, xs, ws)
+
+    def matrix(x: Tensor, by_k: bool) -> Any:
+        pitch = _products.layout_as(x, by_k).pitch
+        return module.ProductMatrix(x.data_ptr(), x.shape[0], x.shape[1], pitch)
+
+    return [
+        module.ProductPair(matrix(x, k_major[0]), matrix(w, k_major[1]))
+        for x, w in zip(xs, ws, strict=True)
+    ]
+
+
+def _workspace(workspace: Workspace, operation: str) -> Any:
+    from tp_kernels.kernels.workspace import OPERATIONS
+
+    shape = workspace.shape
+    return native().Workspace(
+        table=workspace.table.data_ptr(),
+        record=workspace.record.data_ptr(),
+        stride=shape.stride,
+        chunk=shape.chunk,
+        timeout=int(workspace.timeout * 1e9),
+        rank=workspace.rank,
+        world=shape.world,
+        depth=shape.depth,
+        operation=OPERATIONS[operation],
+    )
+
+
+def _stream(x: Tensor) -> int:
+    return int(torch.cuda.current_stream(x.device).cuda_stream)
