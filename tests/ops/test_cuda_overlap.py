@@ -447,7 +447,7 @@ def test_a_failure_on_a_gpu_is_heard_of_in_a_later_call():
 def test_the_first_call_cannot_be_captured():
     with (
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
-        pytest.raises(UnsupportedError, match="rank 3: .* call it once before"),
+        pytest.raises(UnsupportedError, match=r"rank 3: .* call it once before"),
     ):
         Signals(mock.Mock(rank=3), mock.Mock(is_cuda=True))
 
