@@ -201,7 +201,11 @@ def _by_groups(
     if operation in GATHERS:
         return f"the process group gathers {count} groups of {size} rows, products follow it"
     why_not = native_obstacle(group.cuda_support, "gemm")
-    engine = f"the Triton kernel ({why_not})" if why_not else "the Hopper kernels of _cuda"
+    engine = (
+        f"the Triton kernel ({why_not})"
+        if why_not
+        else "the Hopper kernels of _cuda, where they can"
+    )
     return f"the process group sends {count} groups of {size} rows; products by {engine}"
 
 

@@ -444,6 +444,14 @@ def test_a_failure_on_a_gpu_is_heard_of_in_a_later_call():
             raise AssertionError("work was given to a group that is lost")
 
 
+def test_the_first_call_cannot_be_captured():
+    with (
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
+        pytest.raises(UnsupportedError, match=r"rank 3: .* call it once before"),
+    ):
+        Signals(mock.Mock(rank=3), mock.Mock(is_cuda=True))
+
+
 def test_hopper_kernels_where_they_can():
     """One pair that they take; its tiles are theirs."""
     own = Signals.__new__(Signals)

@@ -347,13 +347,13 @@ def explain_each() -> None:
     straight = "kernels of _cuda write straight to the memory of the peers"
     with (
         ParallelGroup(timeout=30) as group,
-        mock.patch.object(dispatch, "first_obstacle", lambda *_: None),
-        mock.patch.object(dispatch, "rows_of_group", lambda *_: 128),
+        mock.patch.object(dispatch, "first_obstacle", return_value=None),
+        mock.patch.object(dispatch, "rows_of_group", return_value=128),
     ):
         assert "not to peers: rank 0: _cuda is " in reason("linear_reduce_scatter") or (
             "not to peers: rank 0: no CUDA device" in reason("linear_reduce_scatter")
         )
-        with mock.patch.object(dispatch, "_native_obstacle", lambda group, kernel, device: None):
+        with mock.patch.object(dispatch, "_native_obstacle", return_value=None):
             for operation in dispatch.OPERATIONS:
                 assert straight in reason(operation)
             assert "more than 1048576, is worth" in reason("linear_all_reduce", out_features=256)

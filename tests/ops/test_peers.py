@@ -1,7 +1,7 @@
 """implementation="cuda" between ranks that address each other's memory, without a GPU.
 
-Kernels of tp_kernels.native are replaced by those of tp_kernels.kernels, which have their signatures and run in
-the interpreter; that operands are as the real ones need them is checked on the way.
+Kernels of tp_kernels.native are replaced by those of tp_kernels.kernels, which have their signatures and run
+in the interpreter; that operands are as the real ones need them is checked on the way.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def standing_in() -> Iterator[list[str]]:
         awaited_weight_gradient=awaited_weight_gradient,
     )
     with (
-        mock.patch.object(dispatch, "_native_obstacle", lambda group, kernel, device: None),
+        mock.patch.object(dispatch, "_native_obstacle", return_value=None),
         mock.patch.object(_peers, "native", SimpleNamespace(all_reduce=all_reduce)),
         mock.patch.object(_peers, "gemm", products),
     ):

@@ -2,8 +2,8 @@
 
 Products on Hopper store tiles where their owner sums them, or begin before all rows have come. The sum of few
 rows is a kernel of its own behind a plain product. `dispatch.direct_obstacle` says when, from what is equal
-on all ranks; operands that only this rank cannot load (an odd width, none at all) are made loadable here, since
-its peers have decided already.
+on all ranks; operands that only this rank cannot load (an odd width, none at all) are made loadable here,
+since its peers have decided already.
 """
 
 from __future__ import annotations
