@@ -20,9 +20,10 @@
 namespace tpk::device {
 
 // x, out: `bytes` bytes of Number, may be the same; a round of a channel takes `part`, a multiple of 16.
+// bias: added to every row before the one rounding.
 template <class Number>
 TPK_DEVICE void all_reduce_one_shot(const std::byte* x, std::byte* out, std::int64_t bytes,
-                                    std::int32_t part, const Workspace& w) {
+                                    std::int32_t part, const Bias& bias, const Workspace& w) {
   using Piece = typename Number::Piece;
   Channel c = enter(w);
   const std::int64_t step = std::int64_t{part} * grid_blocks();
@@ -41,7 +42,8 @@ TPK_DEVICE void all_reduce_one_shot(const std::byte* x, std::byte* out, std::int
     if (!observe(c, kReady, c.epoch)) return;
     let_start(first + step >= bytes);
     sum_lines<Number>(c, c.epoch, 0, x + first, length, [&](std::int32_t i, const float* sum) {
-      store_line<Piece>(out + first + i * kLineBytes, length - i * kLineBytes, narrow<Number>(sum));
+      const std::int64_t at = first + i * kLineBytes;
+      store_line<Piece>(out + at, length - i * kLineBytes, narrow_with<Number>(bias, at, sum));
     });
     publish(c, kCredit, c.epoch);
   }
@@ -51,7 +53,7 @@ TPK_DEVICE void all_reduce_one_shot(const std::byte* x, std::byte* out, std::int
 // As all_reduce_one_shot; two rounds of a channel take `part` bytes for every rank to sum.
 template <class Number>
 TPK_DEVICE void all_reduce_two_shots(const std::byte* x, std::byte* out, std::int64_t bytes,
-                                     std::int32_t part, const Workspace& w) {
+                                     std::int32_t part, const Bias& bias, const Workspace& w) {
   using Piece = typename Number::Piece;
   Channel c = enter(w);
   const std::int64_t all = std::int64_t{part} * w.world;
@@ -78,7 +80,7 @@ TPK_DEVICE void all_reduce_two_shots(const std::byte* x, std::byte* out, std::in
     const std::int64_t mine = first + w.rank * std::int64_t{part};
     const std::int32_t my_length = length_of(bytes, mine, part);
     sum_lines<Number>(c, scattered, 0, x + mine, my_length, [&](std::int32_t i, const float* sum) {
-      const Line line = narrow<Number>(sum);
+      const Line line = narrow_with<Number>(bias, mine + i * kLineBytes, sum);
       store_to_peers(c, c.epoch, i, line);
       store_line<Piece>(out + mine + i * kLineBytes, my_length - i * kLineBytes, line);
     });

@@ -39,12 +39,13 @@ void check(std::int64_t part, int blocks, std::int64_t rounds) {
 Grid grid_of(int blocks, Address stream) { return {blocks, at<CUstream_st>(stream)}; }
 
 void all_reduce(const std::string& way, const std::string& type, Address x, Address out,
-                std::int64_t bytes, std::int32_t part, std::int64_t multicast,
-                const Workspace& workspace, int blocks, Address stream) {
+                std::int64_t bytes, std::int32_t part, Address bias, std::int64_t width,
+                std::int64_t multicast, const Workspace& workspace, int blocks, Address stream) {
   const std::int64_t share = way == "two_shots" ? std::int64_t{part} * workspace.world : part;
   check(part, blocks, part > 0 ? ceil_div(bytes, share) : 0);
   launch_all_reduce(way_of(way), number_of(type), at<std::byte>(x), at<std::byte>(out), bytes,
-                    part, multicast, workspace, grid_of(blocks, stream));
+                    part, at<std::byte>(bias), width, multicast, workspace,
+                    grid_of(blocks, stream));
 }
 
 void reduce_scatter(const std::string& type, Address x, Address out, const Division& division,
@@ -131,7 +132,8 @@ void bind_collectives(py::module_& module) {
 
   module.def("constants", &constants, "The numbers of channel.h.");
   module.def("all_reduce", &all_reduce, Released(), py::arg("way"), py::arg("type"), py::arg("x"),
-             py::arg("out"), py::arg("bytes"), py::arg("part"), py::arg("multicast"),
+             py::arg("out"), py::arg("bytes"), py::arg("part"), py::arg("bias"), py::arg("width"),
+             py::arg("multicast"),
              py::arg("workspace"), py::arg("blocks"), py::arg("stream"));
   module.def("reduce_scatter", &reduce_scatter, Released(), py::arg("type"), py::arg("x"),
              py::arg("out"), py::arg("division"), py::arg("part"), py::arg("workspace"),

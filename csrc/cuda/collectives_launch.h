@@ -18,10 +18,11 @@ namespace tpk {
 enum class NumberType { float32, bfloat16, float16 };
 enum class Way { one_shot, two_shots, by_switch };
 
-// x, out [bytes]; multicast: of `by_switch`.
+// x, out [bytes]; bias [width] or null, not of `by_switch`; multicast: of `by_switch`.
 void launch_all_reduce(Way way, NumberType type, const std::byte* x, std::byte* out,
-                       std::int64_t bytes, std::int32_t part, std::int64_t multicast,
-                       const Workspace& workspace, const Grid& grid);
+                       std::int64_t bytes, std::int32_t part, const std::byte* bias,
+                       std::int64_t width, std::int64_t multicast, const Workspace& workspace,
+                       const Grid& grid);
 
 // x [division.start(world)], out [division.rows(rank)].
 void launch_reduce_scatter(NumberType type, const std::byte* x, std::byte* out,

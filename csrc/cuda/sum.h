@@ -6,6 +6,30 @@
 
 namespace tpk::device {
 
+// What is added to every row of sums: `count` numbers, or nothing where `at` is null.
+struct Bias {
+  const std::byte* at;
+  std::int64_t count;
+};
+
+// round(sum + bias), of the line at byte `offset` of rows that follow each other.
+template <class Number>
+TPK_DEVICE Line narrow_with(const Bias& bias, std::int64_t offset, const float* sum) {
+  if (bias.at == nullptr) return narrow<Number>(sum);
+  using Piece = typename Number::Piece;
+  constexpr std::int64_t kSize = sizeof(Piece);
+  float values[kPerLine<Number>];
+  std::int64_t place = offset / kSize % bias.count;
+  TPK_UNROLL
+  for (int i = 0; i < kPerLine<Number>; ++i) {
+    float added[Number::kPerWord];
+    Number::widen(load<Piece>(bias.at + place * kSize), added);
+    values[i] = sum[i] + added[0];
+    if (++place == bias.count) place = 0;
+  }
+  return narrow<Number>(values);
+}
+
 template <class Number, int kLines>
 struct Totals {
   float values[kLines][kPerLine<Number>];

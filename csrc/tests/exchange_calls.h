@@ -22,11 +22,15 @@ struct Call {
   std::size_t shift = 0;  // elements that operands are away from an aligned address
   std::size_t out_shift = 0;
   bool in_place = false;
-  bool bias = true, residual = true;  // of the norms
+  bool bias = true;      // of the norms and of shots
+  bool residual = true;  // of the norms
   std::uint64_t seed = 1;
 
   std::size_t size() const { return width_of(dtype); }
   bool norm() const { return kernel == Kernel::norm_one_shot || kernel == Kernel::norm_two_shots; }
+  bool takes_bias() const {
+    return norm() || kernel == Kernel::one_shot || kernel == Kernel::two_shots;
+  }
   bool twice() const { return kernel == Kernel::two_shots || kernel == Kernel::norm_two_shots; }
   // Rows divided over ranks, in bytes.
   Division division(int world) const {
@@ -52,9 +56,11 @@ struct Operands {
       outs.emplace_back(call.kernel == Kernel::scatter ? own : all, call.out_shift * size);
       if (call.norm()) sums_with_residual.emplace_back(all, call.out_shift * size);
     }
+    if (call.takes_bias()) {
+      bias.emplace_back(random_values(call.dtype, call.width, random), call.shift * size);
+    }
     if (!call.norm()) return;
     weight.emplace_back(random_values(call.dtype, call.width, random), call.shift * size);
-    bias.emplace_back(random_values(call.dtype, call.width, random), call.shift * size);
     residual.emplace_back(random_values(call.dtype, call.rows * call.width, random),
                           call.shift * size);
   }
@@ -81,11 +87,12 @@ void run_kernel(const Call& call, Operands& operands, const Workspace& w, std::i
   const std::byte* x = operands.xs[w.rank].data();
   std::byte* out = (call.in_place ? operands.xs : operands.outs)[w.rank].data();
   const std::int64_t bytes = call.rows * call.width * static_cast<std::int64_t>(call.size());
+  const std::byte* bias = call.bias && call.takes_bias() ? operands.bias[0].data() : nullptr;
   switch (call.kernel) {
     case Kernel::one_shot:
-      return device::all_reduce_one_shot<Number>(x, out, bytes, part, w);
+      return device::all_reduce_one_shot<Number>(x, out, bytes, part, {bias, call.width}, w);
     case Kernel::two_shots:
-      return device::all_reduce_two_shots<Number>(x, out, bytes, part, w);
+      return device::all_reduce_two_shots<Number>(x, out, bytes, part, {bias, call.width}, w);
     case Kernel::by_switch:
       return device::all_reduce_by_switch<Number>(x, out, bytes, part, 0, w);
     case Kernel::scatter:
@@ -96,7 +103,7 @@ void run_kernel(const Call& call, Operands& operands, const Workspace& w, std::i
       break;
   }
   const NormOperands o{x,
-                       call.bias ? operands.bias[0].data() : nullptr,
+                       bias,
                        call.residual ? operands.residual[0].data() : nullptr,
                        operands.weight[0].data(),
                        nullptr,
@@ -128,7 +135,7 @@ inline void launch(const Call& call, Operands& operands, Exchange& exchange, int
   });
 }
 
-// s of the norms, as separate operations would give it.
+// Sums with bias; s of the norms, as separate operations would give it.
 inline Bytes sums_and_residual(const Call& call, Operands& operands) {
   const std::size_t count = call.rows * call.width, size = call.size();
   Bytes result(count * size);
@@ -138,7 +145,7 @@ inline Bytes sums_and_residual(const Call& call, Operands& operands) {
     if (call.bias) sum += static_cast<float>(decode(call.dtype, bias, i % call.width));
     std::byte* at = result.data() + i * size;
     encode(call.dtype, sum, at);
-    if (!call.residual) continue;
+    if (!call.norm() || !call.residual) continue;
     const float more = static_cast<float>(decode(call.dtype, operands.residual[0].data(), i));
     encode(call.dtype, static_cast<float>(decode(call.dtype, at, 0)) + more, at);
   }
@@ -172,8 +179,8 @@ inline void check(const Call& call, Operands& operands, Exchange& exchange) {
       expected.insert(expected.end(), part.begin(), part.end());
     }
   } else {
-    expected = call.norm() ? sums_and_residual(call, operands)
-                           : sums(call.dtype, operands.given, 0, call.rows * call.width);
+    expected = call.takes_bias() ? sums_and_residual(call, operands)
+                                 : sums(call.dtype, operands.given, 0, call.rows * call.width);
   }
   const Bytes first = (call.in_place ? operands.xs : operands.outs)[0].bytes();
   if (call.norm()) check_norm(call, operands, expected, first);

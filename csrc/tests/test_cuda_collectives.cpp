@@ -114,6 +114,7 @@ void test_special_numbers() {
       numbers.push_back(-one);
     }
     Call call{Kernel::one_shot, dtype, static_cast<int>(numbers.size()), static_cast<int>(numbers.size())};
+    call.bias = false;
     Operands operands(call, 2);
     for (std::size_t i = 0; i < numbers.size() * numbers.size(); ++i) {
       encode(dtype, numbers[i / numbers.size()], operands.given[0].data() + i * call.size());

@@ -83,10 +83,22 @@ def test_all_reduce(launches):
             "bytes": 10000,
             # A tile of 4 KiB in as few channels as have one, of what a rank sums.
             "part": 4096,
+            "bias": 0,
+            "width": 0,
             "multicast": 4096,
             "blocks": 2 if shots == 2 else 3,
             "stream": STREAM,
         }
+
+
+def test_bias_of_all_reduce(launches):
+    bias = torch.ones(100)[::2]
+    out = native.all_reduce(torch.ones(3, 50), make(), bias=bias)
+    given = launches.pop()[1]
+    assert (given["width"], out.shape) == (50, (3, 50)) and given["bias"] != bias.data_ptr()
+    assert torch.equal(
+        native.all_reduce(torch.ones(3, 50), make(world=1), bias=bias), torch.full((3, 50), 2.0)
+    )
 
 
 def test_size_decides_about_shots(launches):
@@ -220,6 +232,14 @@ REFUSED: list[tuple[Callable[[Workspace], Any], type[Exception], str]] = [
     (lambda w: native.all_reduce(X, w, out=X.half()), ShapeError, "float16"),
     (lambda w: native.all_reduce(X, w, out=torch.ones(4, 6).t()), ShapeError, "contiguous"),
     (lambda w: _in_place(X.t(), w), ShapeError, "summed in place"),
+    (lambda w: native.all_reduce(X, w, bias=X[0, 1:]), ShapeError, r"bias is \(3,\)"),
+    (lambda w: native.all_reduce(X, w, bias=X[0].half()), ShapeError, "float16"),
+    (lambda w: native.all_reduce(X, w, bias=X[0].to("meta")), UnsupportedError, "bias is on meta"),
+    (
+        lambda w: native.all_reduce(X, make(multicast=64), shots="switch", bias=X[0]),
+        UnsupportedError,
+        "adds no bias",
+    ),
     (lambda w: native.reduce_scatter(X[0, 0], w), ShapeError, "a scalar"),
     (lambda w: native.reduce_scatter(X.int(), w), UnsupportedError, "int32"),
     (lambda w: native.reduce_scatter(X, w, out=X), ShapeError, r"result is \(3, 4\)"),
@@ -361,7 +381,7 @@ def test_blocks_without_a_round_are_refused(cuda, part, blocks):
     """Their epoch would not be kept; before CUDA is asked for anything."""
     workspace = cuda.Workspace(0, 0, 1024, 64, 0, 0, 2, 2, 1)
     with pytest.raises(ValueError, match="blocks"):
-        cuda.all_reduce("one_shot", "float32", 0, 0, 32, part, 0, workspace, blocks, 0)
+        cuda.all_reduce("one_shot", "float32", 0, 0, 32, part, 0, 0, 0, workspace, blocks, 0)
     with pytest.raises(ValueError, match="blocks"):
         cuda.reduce_scatter("float32", 0, 0, cuda.Division(32, 1, 0), part, workspace, blocks, 0)
 
@@ -371,4 +391,4 @@ def test_launch_without_a_device_names_kernel_and_grid(cuda):
         pytest.skip("no CUDA device is needed")
     workspace = cuda.Workspace(0, 0, 1024, 64, 0, 0, 2, 2, 1)
     with pytest.raises(RuntimeError, match="all_reduce two_shots with 1 blocks of 32 threads: "):
-        cuda.all_reduce("two_shots", "float16", 0, 0, 32, 16, 0, workspace, 1, 0)
+        cuda.all_reduce("two_shots", "float16", 0, 0, 32, 16, 0, 0, 0, workspace, 1, 0)

@@ -26,7 +26,12 @@ WAYS: dict[int | str, str] = {1: "one_shot", 2: "two_shots", "switch": "by_switc
 
 
 def all_reduce(
-    x: Tensor, workspace: Workspace, *, out: Tensor | None = None, shots: int | str | None = None
+    x: Tensor,
+    workspace: Workspace,
+    *,
+    out: Tensor | None = None,
+    shots: int | str | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Sum of `x` over the ranks of `workspace`, the same bits on all of them. Collective.
 
@@ -35,6 +40,7 @@ def all_reduce(
         out: takes the result: contiguous, may be `x`.
         shots: 1 or 2 instead of what the size suggests, or "switch"; equal on all ranks. The switch between
             the GPUs (NVLink SHARP) has bits of its own, and needs a workspace with a multicast address.
+        bias: [H] for x [..., H], equal on all ranks, added before the one rounding; not by the switch.
 
     Returns:
         A new tensor of the shape of `x`, or `out`.
@@ -49,9 +55,14 @@ def all_reduce(
         way: int | str = "switch"
     else:
         way = choose_shots("all_reduce", workspace, x, shots)
+    if bias is not None:
+        _check_bias(workspace, x, bias, way)
+        bias = bias.contiguous()
     out = result_of_all_reduce(workspace, x, out)
     if workspace.world == 1:
-        return out if out is x else out.copy_(x)
+        return (
+            torch.add(x, bias, out=out) if bias is not None else out if out is x else out.copy_(x)
+        )
     if x.numel() == 0:
         return out
     share = x.numel() if way != 2 else -(-x.numel() // workspace.world)
@@ -67,6 +78,8 @@ def all_reduce(
         out=out.data_ptr(),
         bytes=x.nbytes,
         part=part,
+        bias=0 if bias is None else bias.data_ptr(),
+        width=0 if bias is None else bias.numel(),
         multicast=workspace.multicast,
     )
     return out
@@ -268,3 +281,16 @@ def _launch(name: str, workspace: Workspace, blocks: int, **arguments: Any) -> N
             operation=OPERATIONS[name],
         )
         getattr(module, name)(**arguments, workspace=native, blocks=blocks, stream=stream)
+
+
+def _check_bias(workspace: Workspace, x: Tensor, bias: Tensor, way: int | str) -> None:
+    where = f"all_reduce on rank {workspace.rank} of {workspace.world}"
+    if bias.shape != x.shape[-1:] or bias.dtype != x.dtype:
+        raise ShapeError(
+            f"{where}: bias is {tuple(bias.shape)} {bias.dtype}, x is {tuple(x.shape)} {x.dtype}; expected "
+            "[H] and [..., H]"
+        )
+    if bias.device != x.device:
+        raise UnsupportedError(f"{where}: bias is on {bias.device}, x on {x.device}")
+    if way == "switch":
+        raise UnsupportedError(f"{where}: the switch adds no bias; use shots=1, 2 or None")
