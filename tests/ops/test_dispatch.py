@@ -320,7 +320,8 @@ def choose_cuda() -> None:
             assert "(rank 1: compute capability 10.0; " in explained().reason
             group.cuda_support = [HOPPER] * 2
             assert (
-                "rows; products by the Hopper kernels of _cuda, where they can; not to peers: " in explained().reason
+                "rows; products by the Hopper kernels of _cuda, where they can; not to peers: "
+                in explained().reason
             )
             wide = explained(dtype=torch.float64)
             assert wide.implementation == "chunked" and "float64" in wide.rejected["cuda"]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tests.kernels.test_ops import cases
 from tests.oracle import HALVES, OPERATIONS, check, compute
-from tp_kernels import ParallelGroup, dispatch
+from tp_kernels import ParallelGroup, dispatch, linear_all_reduce_rms_norm
 from tp_kernels.native import _products
 from tp_kernels.ops import _peers, _workspace
 
@@ -38,6 +38,12 @@ def standing_in() -> Iterator[list[str]]:
             return kernels.all_reduce(x, workspace, out=out)
         ones = torch.ones(width, dtype=x.dtype)
         return kernels.all_reduce_rms_norm(x, ones, workspace, bias=bias)[1]
+
+    def all_reduce_rms_norm(
+        x: Tensor, weight: Tensor, workspace: Any, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        called.append("all_reduce_rms_norm")
+        return kernels.all_reduce_rms_norm(x, weight, workspace, **options)
 
     def linear_reduce_scatter(
         xs: list[Tensor], ws: list[Tensor], workspace: Any, **options: Any
@@ -67,9 +73,10 @@ def standing_in() -> Iterator[list[str]]:
         awaited_linear=awaited_linear,
         awaited_weight_gradient=awaited_weight_gradient,
     )
+    collectives = SimpleNamespace(all_reduce=all_reduce, all_reduce_rms_norm=all_reduce_rms_norm)
     with (
         mock.patch.object(dispatch, "_native_obstacle", return_value=None),
-        mock.patch.object(_peers, "native", SimpleNamespace(all_reduce=all_reduce)),
+        mock.patch.object(_peers, "native", collectives),
         mock.patch.object(_peers, "gemm", products),
     ):
         yield called
@@ -117,6 +124,30 @@ def against_float64(given: list[Any]) -> list[dict[str, str]]:
         "awaited_weight_gradient",
     }
     return results
+
+
+def test_sum_and_norm(interpreted):
+    interpreted(2).run(sum_and_norm)
+
+
+def sum_and_norm() -> None:
+    """One kernel behind the product; where a gradient is wanted, several, with the same sums."""
+    with ParallelGroup(timeout=30, implementation="cuda") as group, standing_in() as called:
+        torch.manual_seed(group.rank)
+        x = torch.randn(3, 2, 5, dtype=torch.bfloat16)
+        w = torch.randn(24, 5, dtype=torch.bfloat16)
+        torch.manual_seed(7)
+        residual, norm, bias = torch.randn(8, 24).bfloat16().split((6, 1, 1))
+        operands = {"bias": bias[0], "residual": residual.view(3, 2, 24)}
+        y, s = linear_all_reduce_rms_norm(x, w, norm[0], group=group, **operands)
+        assert called == ["all_reduce_rms_norm"] and y.shape == s.shape == (3, 2, 24)
+        assert group.stats()["calls"]["linear_all_reduce_rms_norm"] == {"cuda": 1}
+        called.clear()
+        again, total = linear_all_reduce_rms_norm(
+            x, w.requires_grad_(), norm[0], group=group, **operands
+        )
+        assert called == ["all_reduce"] and torch.equal(total, s)
+        torch.testing.assert_close(again, y, rtol=2**-7, atol=0)
 
 
 def test_operands_are_copied_only_where_they_have_to_be():

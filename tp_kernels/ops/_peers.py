@@ -24,6 +24,7 @@ from ._workspace import agree, launch
 
 LINE = 8  # numbers of 16 bits that divide the distance of rows
 MOST_PAIRS = 4  # of operands that a product on Hopper takes
+MOST_ROW_BYTES = 1 << 16  # of a norm: a row has to fit into a chunk
 
 
 def applies(
@@ -45,6 +46,23 @@ def all_reduce(
     agree(group, "linear_all_reduce", xs[0], ws[0].shape[0], [xs[0].shape[0]])
     partial = partial_product(xs, ws)
     return launch(group, partial, "all_reduce", partial, module=native, out=partial, bias=bias)
+
+
+def linear_norm(
+    group: ParallelGroup,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    weight: Tensor,
+    epsilon: float,
+) -> tuple[Tensor, Tensor]:
+    """(y, s) [M, N] of x [M, K] and w [N, K]; see all_reduce_rms_norm.py."""
+    agree(group, "linear_all_reduce", x, w.shape[0], [x.shape[0]])
+    partial = partial_product([x], [w])
+    residual = None if residual is None else residual.reshape(partial.shape)
+    options = {"bias": bias, "residual": residual, "epsilon": epsilon}
+    return launch(group, partial, "all_reduce_rms_norm", partial, weight, module=native, **options)
 
 
 def reduce_scatter(

@@ -5,7 +5,8 @@
 
 In decoding these are four passes over a row of a few kilobytes, and each costs more to start than to do.
 Where a gradient or tracing is involved the same functions run one after the other, with their own
-gradients: the all-reduce passes dy on unchanged, the norm has torch's. Both ways give the same bits.
+gradients: the all-reduce passes dy on unchanged, the norm has torch's. Both ways give the same bits, but by
+kernels of _cuda, whose s has the same bits and whose y may differ in the last one.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tp_kernels.comm.group import ParallelGroup
 from tp_kernels.comm.short_way import SHORT_ROWS
 from tp_kernels.dispatch import choose
 
+from . import _peers
 from ._gemm import partial_product
 from ._op import check_call, device_type, direct, prepare, rows_of
 from .elementwise import rms_norm
@@ -98,6 +100,13 @@ def linear_all_reduce_rms_norm(
             return _complete(group, d, x, shape, b, residual, norm_weight, epsilon)
 
         return group.run("linear_all_reduce_rms_norm", "host", run)
+    if _fuses_on_peers(group, implementation, x, shape, norm_weight, residual, weight, bias):
+        x, (w,), biases = prepare("linear_all_reduce_rms_norm", group, x, weight, bias, None)
+        b, norm = biases[0] if biases else None, (residual, norm_weight, epsilon)
+        y, s = group.run(
+            "linear_all_reduce_rms_norm", "cuda", _peers.linear_norm, group, rows_of(x), w, b, *norm
+        )
+        return y.view(shape), s.view(shape)
     y = linear_all_reduce(x, weight, bias, group=group, implementation=implementation)
     return _add_rms_norm(y, residual, norm_weight, epsilon)
 
@@ -120,6 +129,29 @@ def _check(
             f"{where}: residual is {tuple(residual.shape)} {residual.dtype}, expected "
             f"{tuple(shape)} {dtype}"
         )
+
+
+def _fuses_on_peers(
+    group: ParallelGroup,
+    implementation: str,
+    x: Tensor,
+    shape: Sequence[int],
+    weight: Tensor,
+    residual: Tensor | None,
+    *others: Tensor | None,
+) -> bool:
+    """Whether the sum is one of few rows by a kernel of _cuda, which may do the rest of it as well."""
+    if group.size == 1 or not direct(x, weight, residual, *others):
+        return False
+    if torch.is_autocast_enabled(device_type(x)) or weight.dtype != x.dtype:
+        return False
+    rows, width = math.prod(shape[:-1]), shape[-1]
+    call = ("linear_all_reduce", group, rows, width, x.dtype, device_type(x))
+    return (
+        choose(*call, implementation).implementation == "cuda"
+        and _peers.applies("linear_all_reduce", group, x, [rows], width, 1)
+        and width * x.element_size() <= _peers.MOST_ROW_BYTES
+    )
 
 
 def _piece(group: ParallelGroup) -> int:
