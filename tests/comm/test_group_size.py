@@ -86,6 +86,20 @@ def test_near_the_formula():
     assert seconds(RowGroups([rows], size), n, k, 2, 1.0, RATES) == pytest.approx(expected, rel=0.1)
 
 
+@pytest.mark.parametrize("counts", [[8192], [65536], [1024] * 8])
+@pytest.mark.parametrize(("n", "k"), [(8192, 3584), (8192, 1024), (12288, 6144)])
+@pytest.mark.parametrize("link", [NETWORK, NVLINK])
+def test_the_guessed_inner_size_costs_little(counts, n, k, link):
+    """By the model, of layers of 8 ranks: after an attention and in an MLP."""
+    rates = replace(RATES, link=link)
+
+    def taken(size: int) -> float:
+        return seconds(RowGroups(counts, size), n, k, 2, 1.0, rates)
+
+    guessed = group_size(counts, n, model.INNER * n // 8, 2, 1.0, rates)
+    assert taken(guessed) <= 1.1 * taken(group_size(counts, n, k, 2, 1.0, rates))
+
+
 def group_of(capabilities: list[int], reachable: bool) -> SimpleNamespace:
     ids = "ab" if reachable else ""
     return SimpleNamespace(
@@ -114,8 +128,9 @@ def test_rows_of_a_group():
     assert rows_of_group(group, "linear_all_reduce", *given, "cpu") == model.INTERPRETED_ROWS
     size = rows_of_group(group, "linear_all_reduce", *given, "cuda")
     rates = rates_of(group, torch.bfloat16)
-    assert size == group_size([65536], 8192, 8192, 2, 2 * 0.5, rates) < 65536
+    inner = 3 * 8192 // 2
+    assert size == group_size([65536], 8192, inner, 2, 2 * 0.5, rates) < 65536
     assert rows_of_group(group, "copy_linear.backward", *given, "cuda") == size
     scattered = rows_of_group(group, "linear_reduce_scatter", *given, "cuda")
-    assert scattered == group_size([65536], 8192, 8192, 2, 0.5, rates)
+    assert scattered == group_size([65536], 8192, inner, 2, 0.5, rates)
     assert len(group.decisions) == 2
