@@ -17,8 +17,7 @@ assert not INTERPRETED, (
 LARGEST = [
     c
     for c in aot.configurations()
-    if c.world in (0, 1, 8)
-    and (c.element in ("bf16", "i16") or c.kernel == "cross_entropy.combine")
+    if c.world in (0, 1, 8) and (c.element in ("bf16", "i16") or c.kernel == "cross_entropy.combine")
 ]
 
 
