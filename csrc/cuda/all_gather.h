@@ -29,6 +29,7 @@ TPK_DEVICE void all_gather(const std::byte* x, std::byte* out, const Division& d
     if (!permitted) return;
     publish(c, kReady, c.epoch);
     if (!observe(c, kReady, c.epoch)) return;
+    let_start(first + step >= division.most());
     const PeerLines lines{w, lines_of(length_of(division.most(), first, part))};
     move_lines(
         lines.count(),

@@ -39,6 +39,7 @@ TPK_DEVICE void all_reduce_one_shot(const std::byte* x, std::byte* out, std::int
     if (!permitted) return;
     publish(c, kReady, c.epoch);
     if (!observe(c, kReady, c.epoch)) return;
+    let_start(first + step >= bytes);
     sum_lines<Number>(c, c.epoch, 0, x + first, length, [&](std::int32_t i, const float* sum) {
       store_line<Piece>(out + first + i * kLineBytes, length - i * kLineBytes, narrow<Number>(sum));
     });
@@ -54,7 +55,8 @@ TPK_DEVICE void all_reduce_two_shots(const std::byte* x, std::byte* out, std::in
   using Piece = typename Number::Piece;
   Channel c = enter(w);
   const std::int64_t all = std::int64_t{part} * w.world;
-  for (std::int64_t first = c.index * all; first < bytes; first += all * grid_blocks()) {
+  const std::int64_t step = all * grid_blocks();
+  for (std::int64_t first = c.index * all; first < bytes; first += step) {
     const PeerLines lines{w, lines_of(part)};
     // Where line i of the parts of the peers is, and how much of it there is.
     const auto place = [&](std::int32_t i) {
@@ -83,6 +85,7 @@ TPK_DEVICE void all_reduce_two_shots(const std::byte* x, std::byte* out, std::in
     publish(c, kReady, c.epoch);
     tell(c, kCredit, scattered);
     if (!observe(c, kReady, c.epoch)) return;
+    let_start(first + step >= bytes);
     move_lines(
         lines.count(),
         [&](std::int32_t i) {
@@ -131,6 +134,7 @@ TPK_DEVICE void all_reduce_by_switch(const std::byte* x, std::byte* out, std::in
     publish(c, kReady, c.epoch);
     tell(c, kCredit, gathered);
     if (!observe(c, kReady, c.epoch)) return;
+    let_start(first + step >= bytes);
     const std::byte* sums = buffer(w, w.rank, c.index, c.epoch, 0);
     move_lines(
         lines, [&](std::int32_t i) { return load<Line>(sums + i * std::int64_t{kLineBytes}); },

@@ -86,9 +86,6 @@ struct Channel {
 // Before anything else. The kernel before in the stream may still be running: it stores the epoch.
 TPK_DEVICE Channel enter(const Workspace& w) {
   await_predecessor();
-  // At once: a successor waits for the end of this kernel before it reads anything, and of this one's
-  // blocks all have started. Not before the wait above, or successors would pile up.
-  release_successor();
   const std::int64_t index = block_index();
   return {w, index, *word(w, w.rank, index, kEpoch), load_relaxed(w.record + kState) == kIntact};
 }
@@ -124,6 +121,13 @@ TPK_DEVICE void tell(const Channel& c, std::int64_t signal, std::int32_t epoch) 
   if (peer < w.world && peer != w.rank) {
     store_release(word(w, peer, c.index, signal) + w.rank, epoch);
   }
+}
+
+// After the last wait of a block, if this `is_last`: the next kernel in the stream may start, to wait for the end
+// of this one. Not earlier: on a device that several ranks share it could take the place of a kernel of a
+// peer, for which this one waits.
+TPK_DEVICE void let_start(bool is_last) {
+  if (is_last) release_successor();
 }
 
 // Tell every peer that all threads of this block have finished reading or writing round `epoch`.

@@ -35,6 +35,7 @@ TPK_DEVICE void reduce_scatter(const std::byte* x, std::byte* out, const Divisio
     if (!permitted) return;
     publish(c, kReady, c.epoch);
     if (!observe(c, kReady, c.epoch)) return;
+    let_start(first + step >= division.most());
     const std::int32_t mine = length_of(division.rows(w.rank), first, part);
     const std::byte* own = x + division.start(w.rank) + first;
     sum_lines<Number>(c, c.epoch, 0, own, mine, [&](std::int32_t i, const float* sum) {

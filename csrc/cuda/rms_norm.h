@@ -155,6 +155,7 @@ TPK_DEVICE void all_reduce_rms_norm_one_shot(const NormOperands& o, std::int32_t
     if (!permitted) return;
     publish(c, kReady, c.epoch);
     if (!observe(c, kReady, c.epoch)) return;
+    let_start(first + step >= o.rows);
     for (std::int32_t row = 0; row < taken; ++row) {
       const std::int64_t at = (first + row) * rows.bytes;
       float squares = 0;
@@ -176,7 +177,8 @@ TPK_DEVICE void all_reduce_rms_norm_two_shots(const NormOperands& o, std::int32_
   const NormRows<Number> rows(o);
   Channel c = enter(w);
   const std::int64_t all = std::int64_t{part} * w.world;
-  for (std::int64_t first = c.index * all; first < o.rows; first += all * grid_blocks()) {
+  const std::int64_t step = all * grid_blocks();
+  for (std::int64_t first = c.index * all; first < o.rows; first += step) {
     const PeerLines lines{w, part * rows.lines};
     const auto theirs = [&](int peer) { return first + peer * std::int64_t{part}; };
     const auto length = [&](std::int32_t i) {
@@ -213,8 +215,9 @@ TPK_DEVICE void all_reduce_rms_norm_two_shots(const NormOperands& o, std::int32_
     publish(c, kReady, c.epoch);
     tell(c, kCredit, scattered);
     if (!observe(c, kReady, c.epoch)) return;
-    for (int step = 1; step < w.world; ++step) {
-      const int peer = (w.rank + step) % w.world;
+    let_start(first + step >= o.rows);
+    for (int next = 1; next < w.world; ++next) {
+      const int peer = (w.rank + next) % w.world;
       const std::byte* chunk = buffer(w, w.rank, c.index, c.epoch, peer);
       const std::int32_t taken = length_of(o.rows, theirs(peer), part);
       for (std::int32_t row = 0; row < taken; ++row) {

@@ -25,6 +25,8 @@ inline Division divided(const std::vector<std::int64_t>& counts) {
   return {small, most - small, most > small ? more : 0};
 }
 
+inline constexpr std::int64_t kBrief = 100'000'000;  // nanoseconds: a wait that is to expire
+
 template <class Number>
 inline constexpr Dtype kDtype =
     std::is_same_v<Number, device::Bfloat16> ? Dtype::bfloat16 : Dtype::float16;

@@ -99,6 +99,15 @@ class Block {
     return any;
   }
 
+  void let_successor_start() { successor_.store(true, std::memory_order_relaxed); }
+
+  // No wait comes after it, or the next kernel could take the place of the one that is waited for.
+  void check_wait() const {
+    if (!successor_.load(std::memory_order_relaxed)) return;
+    std::fprintf(stderr, "a block waits that has let the next kernel start\n");
+    std::abort();
+  }
+
   const Launch& launch() const { return launch_; }
   int index() const { return index_; }
   int thread() const { return active_.load(std::memory_order_relaxed); }
@@ -198,6 +207,7 @@ class Block {
   std::atomic<int> active_{0};
   Barrier barriers_[16];
   std::atomic<bool> any_{false};
+  std::atomic<bool> successor_{false};
 };
 
 // Runs `kernel` on all threads of all blocks at the same time; returns when they have ended.
@@ -236,6 +246,7 @@ auto& atomic(Word* word) {
 }
 
 inline std::int32_t load_acquire(const std::int32_t* word) {
+  block().check_wait();
   block().pause();
   return atomic(word).load(std::memory_order_acquire);
 }
@@ -278,6 +289,6 @@ inline void rest() {
   std::this_thread::yield();
 }
 inline void await_predecessor() {}
-inline void release_successor() {}
+inline void release_successor() { block().let_successor_start(); }
 
 }  // namespace tpk::simt

@@ -1,6 +1,7 @@
 // Products of rows that somebody else brings, chunk by chunk, while they go on.
 #include "gemm.h"
 #include "gemm_sm90/await.h"
+#include "named.h"
 
 using namespace tpk;
 using namespace tpk::test;
@@ -118,7 +119,7 @@ ExchangeOptions options(const Case& c) {
   ExchangeOptions options;
   options.channels = c.channels;
   options.chunk = 16;
-  if (c.never >= 0) options.timeout = kSeconds / 10;
+  if (c.never >= 0) options.timeout = kBrief;
   return options;
 }
 
@@ -259,29 +260,48 @@ void check_sum(const Case& c, std::uint64_t seed) {
 using Half = device::Float16;
 using Brain = device::Bfloat16;
 
-}  // namespace
+using Cooperative = Config<Brain, Major::K, Major::K, 128, 32, 1, 2>;
+using PingPong = Config<Brain, Major::K, Major::K, 64, 32, 2, 3>;
+using Gradient = Config<Brain, Major::MN, Major::MN, 128, 64, 1, 2>;
 
-int main() {
-  // Forward. Tiles of two ranks; a rank without rows; several products; all activations.
-  check_rows<Config<Brain, Major::K, Major::K, 128, 32, 1, 2>>(
+// Tiles of rows of two ranks; several products.
+void test_straddling_tiles() {
+  check_rows<Cooperative>(
       {{100, 99, 99}, 72, {40, 33}, 1, 1, 72 * 30 + 8, 2, Activation::gelu, true}, 1);
+}
+// Ping-pong; a rank without rows; several channels.
+void test_channels() {
   check_rows<Config<Half, Major::K, Major::K, 64, 32, 2, 3>>(
       {{70, 70, 0}, 136, {64}, 0, 3, 400, 3, Activation::silu, true}, 2);
+}
+void test_other_layout() {
   check_rows<Config<Brain, Major::K, Major::MN, 64, 64, 2, 3>>(
       {{90, 90}, 64, {24, 72}, 1, 2, 64 * 16, 1, Activation::relu, false}, 3);
   check_rows<Config<Half, Major::K, Major::MN, 128, 64, 1, 2>>(
       {{40, 40, 40, 39}, 40, {65}, 3, 1, 320, 1, Activation::gelu_tanh, true}, 4);
-  // Gradients of weights.
-  check_sum<Config<Brain, Major::MN, Major::MN, 128, 64, 1, 2>>(
-      {{100, 99, 99}, 72, {40, 130}, 1, 1, 72 * 30 + 8, 2}, 5);
+}
+void test_gradients() {
+  check_sum<Gradient>({{100, 99, 99}, 72, {40, 130}, 1, 1, 72 * 30 + 8, 2}, 5);
   check_sum<Config<Half, Major::MN, Major::MN, 64, 64, 2, 3>>(
       {{90, 90}, 72, {72}, 0, 2, 72 * 16, 1, Activation::none, false, true}, 6);
-  // Chunks that never come.
-  check_rows<Config<Brain, Major::K, Major::K, 64, 32, 2, 3>>(
-      {{200, 200}, 64, {64}, 0, 1, 64 * 50, 2, Activation::none, false, false, 2}, 7);
-  check_rows<Config<Brain, Major::K, Major::K, 128, 32, 1, 2>>(
+}
+void test_missing_chunk() {
+  check_rows<PingPong>({{200, 200}, 64, {64}, 0, 1, 64 * 50, 2, Activation::none, false, false, 2}, 7);
+  check_rows<Cooperative>(
       {{200, 200}, 64, {64}, 0, 2, 64 * 50, 1, Activation::none, false, false, 3}, 8);
-  check_sum<Config<Brain, Major::MN, Major::MN, 128, 64, 1, 2>>(
-      {{200, 200}, 64, {64}, 0, 1, 64 * 50, 2, Activation::none, false, false, 2}, 9);
-  std::cout << "test_gemm_await: passed" << std::endl;
+}
+void test_missing_chunk_of_a_sum() {
+  check_sum<Gradient>({{200, 200}, 64, {64}, 0, 1, 64 * 50, 2, Activation::none, false, false, 2}, 9);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return run_tests(argc, argv,
+                   {{"straddling_tiles", test_straddling_tiles},
+                    {"channels", test_channels},
+                    {"other_layout", test_other_layout},
+                    {"gradients", test_gradients},
+                    {"missing_chunk", test_missing_chunk},
+                    {"missing_chunk_of_a_sum", test_missing_chunk_of_a_sum}});
 }

@@ -1,6 +1,7 @@
 // Products whose rows are summed over the ranks: all ranks at the same time, all bits.
 #include "gemm.h"
 #include "gemm_sm90/send.h"
+#include "named.h"
 
 using namespace tpk;
 using namespace tpk::test;
@@ -54,7 +55,7 @@ void check(const Case& c, std::uint64_t seed) {
   options.chunk = Config::kM * Config::kN * 2;
   options.depth = c.depth;
   options.epoch = c.epoch;
-  if (c.absent >= 0) options.timeout = kSeconds / 5;
+  if (c.absent >= 0) options.timeout = kBrief;
   Exchange exchange(world, options);
 
   std::vector<std::vector<Pairs<Number>>> given(c.calls);
@@ -137,20 +138,31 @@ void check(const Case& c, std::uint64_t seed) {
 
 using Half = device::Float16;
 using Brain = device::Bfloat16;
-constexpr Major kK = Major::K, kMN = Major::MN;
+using Usual = Config<Brain, Major::K, Major::K, 128, 32, 1, 2>;
+
+// Several tiles down and across; more tiles than blocks.
+void test_edges() { check<Usual>({{150, 149}, 72, {72}, 2, true}, 1); }
+// Several pairs; a rank without rows.
+void test_empty_rank() {
+  check<Config<Half, Major::K, Major::MN, 128, 64, 1, 2>>({{30, 30, 0}, 65, {40, 16}, 1}, 2);
+}
+// Calls after each other, counters that wrap.
+void test_slow_rank() {
+  check<Usual>({{5, 5, 5}, 96, {16}, 1, true, 2, 0x7ffffffe, 2, 1}, 3);
+  check<Config<Half, Major::K, Major::K, 128, 32, 1, 3>>(
+      {{140, 140}, 40, {72}, 1, false, 4, -3, 2, 0}, 4);
+}
+// More than are summed at a time.
+void test_five_ranks() { check<Usual>({{3, 3, 3, 3, 2}, 24, {8}, 1, true}, 5); }
+void test_absent_rank() { check<Usual>({{20, 20, 20}, 70, {40}, 1, true, 2, 0, 1, -1, 1}, 6); }
 
 }  // namespace
 
-int main() {
-  // Tiles of several rows and columns; more tiles than blocks; a rank without rows.
-  check<Config<Brain, kK, kK, 128, 32, 1, 2>>({{150, 149}, 72, {72}, 2, true}, 1);
-  check<Config<Half, kK, kMN, 128, 64, 1, 2>>({{30, 30, 0}, 65, {40, 16}, 1}, 2);
-  // Calls after each other, a slow rank, counters that wrap.
-  check<Config<Brain, kK, kK, 128, 32, 1, 2>>({{5, 5, 5}, 96, {16}, 1, true, 2, 0x7ffffffe, 2, 1}, 3);
-  check<Config<Half, kK, kK, 128, 32, 1, 3>>({{140, 140}, 40, {72}, 1, false, 4, -3, 2, 0}, 4);
-  // More ranks than are summed at a time.
-  check<Config<Brain, kK, kK, 128, 32, 1, 2>>({{3, 3, 3, 3, 2}, 24, {8}, 1, true}, 5);
-  // Somebody does not come.
-  check<Config<Brain, kK, kK, 128, 32, 1, 2>>({{20, 20, 20}, 70, {40}, 1, true, 2, 0, 1, -1, 1}, 6);
-  std::cout << "test_gemm_send: passed" << std::endl;
+int main(int argc, char** argv) {
+  return run_tests(argc, argv,
+                   {{"edges", test_edges},
+                    {"empty_rank", test_empty_rank},
+                    {"slow_rank", test_slow_rank},
+                    {"five_ranks", test_five_ranks},
+                    {"absent_rank", test_absent_rank}});
 }

@@ -1,6 +1,7 @@
 // Products whose rows are counted group by group.
 #include "gemm.h"
 #include "gemm_sm90/signal.h"
+#include "named.h"
 
 using namespace tpk;
 using namespace tpk::test;
@@ -79,6 +80,9 @@ void check(const Case& c, std::uint64_t seed) {
   }
 }
 
+using Half = device::Float16;
+using Brain = device::Bfloat16;
+
 template <class Number, Major b>
 void both_schedules(const Case& c, std::uint64_t seed) {
   constexpr int kN = b == Major::K ? 32 : 64;
@@ -86,17 +90,28 @@ void both_schedules(const Case& c, std::uint64_t seed) {
   check<Config<Number, Major::K, b, 64, kN, 2, 3>>(c, seed + 1);
 }
 
+void test_edges() { both_schedules<Brain, Major::K>({{70, 70, 69}, 40, 72, {200}, 2}, 1); }
+void test_several_pairs() { both_schedules<Half, Major::MN>({{300}, 129, 65, {72, 40}, 2}, 3); }
+// A part without rows; a result that is not aligned.
+void test_empty_part() {
+  both_schedules<Brain, Major::MN>({{5, 5, 0}, 64, 130, {64, 16}, 3, 1}, 5);
+}
+void test_one_row() { both_schedules<Half, Major::K>({{1}, 8, 7, {8}, 1}, 7); }
+// Two warpgroups with tiles of 128 rows each, as on the device.
+void test_tall_tiles() {
+  check<Config<Brain, Major::K, Major::K, 128, 32, 2, 3>>({{200}, 100, 40, {136}, 1}, 9);
+}
+// The ring of stages goes round many times.
+void test_ring() { both_schedules<Brain, Major::K>({{128}, 64, 32, {648}, 1}, 11); }
+
 }  // namespace
 
-int main() {
-  // Edges of every kind; more tiles than blocks, fewer, one.
-  both_schedules<device::Bfloat16, Major::K>({{70, 70, 69}, 40, 72, {200}, 2}, 1);
-  both_schedules<device::Float16, Major::MN>({{300}, 129, 65, {72}, 2}, 3);
-  both_schedules<device::Bfloat16, Major::MN>({{5, 5, 0}, 64, 130, {64, 16}, 3, 1}, 5);
-  both_schedules<device::Float16, Major::K>({{1}, 8, 7, {8}, 1}, 7);
-  // Two warpgroups of 128 x 128, as on the device.
-  check<Config<device::Bfloat16, Major::K, Major::K, 128, 32, 2, 3>>({{200}, 100, 40, {136}, 1}, 9);
-  // Sums of a single row block with a ring that wraps many times.
-  both_schedules<device::Bfloat16, Major::K>({{64}, 64, 32, {648}, 1}, 11);
-  std::cout << "test_gemm_signal: passed" << std::endl;
+int main(int argc, char** argv) {
+  return run_tests(argc, argv,
+                   {{"edges", test_edges},
+                    {"several_pairs", test_several_pairs},
+                    {"empty_part", test_empty_part},
+                    {"one_row", test_one_row},
+                    {"tall_tiles", test_tall_tiles},
+                    {"ring", test_ring}});
 }

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from tests.gpu import correctness, local, processes, signalled, times
+from tests.gpu import correctness, local, native, processes, signalled, times
 from tests.gpu.runner import Check
 
 
 def collect() -> list[Check]:
     """All checks; needs no device."""
-    parts = (correctness, local, processes, signalled, times)
+    parts = (correctness, local, native, processes, signalled, times)
     return [check for part in parts for check in part.checks()]
 
 

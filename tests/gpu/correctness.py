@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.gpu.entry import Kernel, Operands, draw, each, faults, on_device, tensors
 from tests.gpu.runner import Check
-from tests.gpu.table import DTYPES, KERNELS
+from tests.gpu.table import ALL_KERNELS, DTYPES
 from tp_kernels import CollectiveTimeoutError
 from tp_kernels.kernels import Workspace
 from tp_kernels.kernels._signals import RECORD, SIGNAL_BYTES
@@ -32,7 +32,7 @@ LATE = 1_000_000
 
 def checks() -> Iterator[Check]:
     for world in WORLDS:
-        for name, kernel in KERNELS.items():
+        for name, kernel in ALL_KERNELS.items():
             if kernel.repeats and world > WORLDS[0]:
                 continue
             for dtype in DTYPES:
@@ -44,7 +44,7 @@ def checks() -> Iterator[Check]:
                     partial(virtual, *what),
                     prepare=partial(compile_virtual, *what),
                 )
-    single = [name for name, kernel in KERNELS.items() if not kernel.repeats]
+    single = [name for name, kernel in ALL_KERNELS.items() if not kernel.repeats]
     for name in single:
         for world in (2, 4):
             yield Check(f"graph {name} W={world}", partial(graph, name, world))
@@ -91,7 +91,7 @@ class Row:
 
     @classmethod
     def of(cls, name: str, world: int, dtype: str) -> Row:
-        kernel = KERNELS[name]
+        kernel = ALL_KERNELS[name]
         given = [
             draw(kernel, world, shape, DTYPES[dtype], seed)
             for seed, shape in enumerate(kernel.shapes)
@@ -130,7 +130,7 @@ class Row:
 
 def graph(name: str, world: int) -> dict[str, int]:
     """A captured call of every rank, replayed on changing inputs."""
-    kernel, dtype = KERNELS[name], DTYPES["bf16"]
+    kernel, dtype = ALL_KERNELS[name], DTYPES["bf16"]
     shape = kernel.small[-1]
     given = [varied(draw(kernel, world, shape, dtype, 1), turn) for turn in range(INPUTS)]
     answers = [kernel.answers(operands) for operands in given]
@@ -184,7 +184,7 @@ def copy_into(static: SimpleNamespace, source: SimpleNamespace) -> None:
 
 def absent(name: str) -> dict[str, Any]:
     """Only rank 0 calls: its kernel gives up in time, and says for whom it waited."""
-    kernel = KERNELS[name]
+    kernel = ALL_KERNELS[name]
     ranks = new_ranks(kernel, 2, timeout=0.5)
     operands = draw(kernel, 2, kernel.small[0], torch.float32, 1)
     mine = on_device(operands[0], ranks.device)
@@ -209,5 +209,5 @@ def absent(name: str) -> dict[str, Any]:
 def wrap() -> None:
     """Counters that pass the largest int32."""
     for name in ("all_reduce_2", "all_gather"):
-        ranks = new_ranks(KERNELS[name], 2, channels=2, epoch=2**31 - 3)
+        ranks = new_ranks(ALL_KERNELS[name], 2, channels=2, epoch=2**31 - 3)
         Row.of(name, 2, "fp32").check(ranks)

@@ -39,6 +39,10 @@ class Check:
     prepare: Callable[[], object] | None = None
 
 
+class Skipped(Exception):
+    """Raised by a check that this machine has not what it needs for."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What became of a check: status is "passed", "failed" or "skipped"."""
@@ -158,6 +162,8 @@ def _serve(
             return
         try:
             answer = ("passed", "", checks[name].run(), True)
+        except Skipped as reason:
+            answer = ("skipped", str(reason), None, True)
         except Exception:
             answer = ("failed", traceback.format_exc(), None, _works(probe))
         pipe.send(answer)

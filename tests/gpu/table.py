@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from tests.gpu import collectives, gathers, losses, products
+from tests.gpu import collectives, gathers, losses, native, products
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 KERNELS = {**collectives.KERNELS, **products.KERNELS, **gathers.KERNELS, **losses.KERNELS}
+# Those that the interpreter cannot run as well.
+ALL_KERNELS = {**KERNELS, **native.KERNELS}

@@ -13,7 +13,7 @@ import pytest
 from tests import check_counts
 from tests.gpu import __main__ as command
 from tests.gpu import checks
-from tests.gpu.runner import Check, Outcome, Runner, prepare
+from tests.gpu.runner import Check, Outcome, Runner, Skipped, prepare
 
 
 def fail() -> None:
@@ -27,10 +27,15 @@ def collect() -> list[Check]:
         Check("hang", lambda: time.sleep(600), 0.5),
         Check("die", lambda: os.kill(os.getpid(), signal.SIGKILL)),
         Check("after", os.getpid),
+        Check("lack", lack),
         Check("again", os.getpid),
         Check("write", lambda: None, prepare=write),
         Check("not prepared", lambda: None, prepare=fail),
     ]
+
+
+def lack() -> None:
+    raise Skipped("no such tool")
 
 
 def write() -> None:
@@ -47,7 +52,7 @@ def broken() -> None:
 
 def test_a_check_that_hangs_or_dies_costs_only_itself():
     seen: list[Outcome] = []
-    outcomes = Runner(collect, healthy).run(collect()[:6], seen.append)
+    outcomes = Runner(collect, healthy).run(collect()[:7], seen.append)
     assert seen == outcomes
     assert [outcome.status for outcome in outcomes] == [
         "passed",
@@ -55,12 +60,14 @@ def test_a_check_that_hangs_or_dies_costs_only_itself():
         "failed",
         "failed",
         "passed",
+        "skipped",
         "passed",
     ]
     messages = [outcome.message for outcome in outcomes]
     assert "wrong bits" in messages[1] and "no end after" in messages[2]
     assert "the process ended" in messages[3]
-    first, *_, after, again = (outcome.data for outcome in outcomes)
+    assert messages[5] == "no such tool"
+    first, *_, after, _, again = (outcome.data for outcome in outcomes)
     assert first != after == again
 
 

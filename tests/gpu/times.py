@@ -311,13 +311,15 @@ def without_senders(workspace: Workspace) -> Iterator[None]:
         yield
 
 
-def time_together(name: str, elements: int, world: int = 2) -> dict[str, Any]:
+def time_together(
+    name: str, elements: int, world: int = 2, reduce: Callable[..., Tensor] = all_reduce
+) -> dict[str, Any]:
     ranks = VirtualRanks(world, DEVICE)
     xs = [torch.ones(elements, device=DEVICE, dtype=torch.bfloat16) for _ in range(world)]
     outs = [torch.empty_like(x) for x in xs]
 
     def call(rank: int, workspace: Workspace) -> Tensor:
-        return all_reduce(xs[rank], workspace, out=outs[rank])
+        return reduce(xs[rank], workspace, out=outs[rank])
 
     ranks.rehearse(call)
     graphs = []

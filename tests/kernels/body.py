@@ -23,6 +23,7 @@ from tests.oracle import digest
 from tp_kernels import CollectiveTimeoutError, ParallelGroup, split_range, split_sizes
 from tp_kernels import all_reduce as host_all_reduce
 from tp_kernels.comm.symmetric_region import SymmetricRegion
+from tp_kernels.comm.workspace import SIGNAL_BYTES
 from tp_kernels.kernels._rounds import length_of
 
 REAL = "tp_kernels.kernels"
@@ -83,7 +84,7 @@ def kernels(
     shape = module.WorkspaceShape(group.size, channels, chunk, depth)
     region = SymmetricRegion(group, shape.nbytes)
     # Signals stay zero.
-    region.local.view(channels, shape.stride)[:, module.SIGNAL_BYTES.value :] = 0xFF
+    region.local.view(channels, shape.stride)[:, SIGNAL_BYTES:] = 0xFF
     workspace = module.Workspace(
         shape, group.rank, region.local, region.addresses, timeout=timeout, epoch=epoch
     )

@@ -1,8 +1,8 @@
 """Defects that the C++ tests of the kernels have to find, as changes of their source.
 
 A mutant is a copy of csrc in which a text is replaced, compiled and run. What only the machine code of a GPU
-shows, scopes and orders of its instructions among it, is in the gates of the build: here releases and acquires
-are those of the shim (csrc/tests/simt.h).
+shows, scopes and orders of its instructions among it, is for the gates of the build: here releases and
+acquires are those of the shim (csrc/tests/simt.h).
 """
 
 from __future__ import annotations
@@ -142,6 +142,17 @@ MUTANTS = (
         ),
         *(BITS, RACE, "thread"),
     ),
+    Mutant(
+        "successor_started_before_the_last_wait",
+        "cuda/all_reduce.h",
+        (
+            (
+                "    let_start(first + step >= bytes);\n    sum_lines",
+                "    let_start(true);\n    sum_lines",
+            ),
+        ),
+        *(BITS, "a block waits that has let the next kernel start"),
+    ),
     # Reuse of buffers.
     Mutant(
         "credit_removed",
@@ -183,7 +194,12 @@ MUTANTS = (
     Mutant(
         "counter_compared_for_equality",
         "cuda/channel.h",
-        (("static_cast<std::uint32_t>(expected)) >= 0", "static_cast<std::uint32_t>(expected)) == 0"),),
+        (
+            (
+                "static_cast<std::uint32_t>(expected)) >= 0",
+                "static_cast<std::uint32_t>(expected)) == 0",
+            ),
+        ),
         *(WAIT, OTHER),
     ),
     Mutant(
@@ -285,7 +301,12 @@ MUTANTS = (
     Mutant(
         "peer_left_out",
         "cuda/lines.h",
-        (("for (int step = 1; step < w.world; ++step) {", "for (int step = 2; step < w.world; ++step) {"),),
+        (
+            (
+                "for (int step = 1; step < w.world; ++step) {",
+                "for (int step = 2; step < w.world; ++step) {",
+            ),
+        ),
         *(BITS, WRONG),
     ),
     Mutant(
@@ -327,6 +348,4 @@ MUTANTS = (
 )
 
 # Programs and variants, which find nothing without a defect.
-UNCHANGED = tuple(
-    sorted({(mutant.test.partition(".")[0], mutant.variant) for mutant in MUTANTS})
-)
+UNCHANGED = tuple(sorted({(mutant.test.partition(".")[0], mutant.variant) for mutant in MUTANTS}))

@@ -15,10 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from tp_kernels.comm.errors import ShapeError, UnsupportedError
+from tp_kernels.comm.workspace import DTYPES as DTYPES
 
 from ._device import INTERPRETED, device_function
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WARPS = 4
 # Elements that a program has in registers: 16 per thread, two accesses of 16 bytes in 16-bit types.
 TILE = 2048

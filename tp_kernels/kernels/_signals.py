@@ -28,23 +28,21 @@ from __future__ import annotations
 
 import triton.language as tl
 
+from tp_kernels.comm import workspace
 from tp_kernels.comm.devices import MOST_RANKS as MOST_RANKS  # a word of READY and CREDIT for each
+from tp_kernels.comm.workspace import RECORD as RECORD
 
 from ._device import device_function, largest, load_acquire, nanoseconds, rest, store_release
 
-# Byte offsets in a channel: a word per peer, the epoch, and flags between programs of this rank (see
-# _gather.py; FINISHED of channel 0 only). Each kind has a line of its own.
-READY = tl.constexpr(0)
-CREDIT = tl.constexpr(128)
-EPOCH = tl.constexpr(256)
-DONE = tl.constexpr(320)
-FINISHED = tl.constexpr(384)
-SIGNAL_BYTES = tl.constexpr(512)  # the buffers come after it
+# Byte offsets in a channel.
+READY = tl.constexpr(workspace.READY)
+CREDIT = tl.constexpr(workspace.CREDIT)
+EPOCH = tl.constexpr(workspace.EPOCH)
+DONE = tl.constexpr(workspace.DONE)
+FINISHED = tl.constexpr(workspace.FINISHED)
+SIGNAL_BYTES = tl.constexpr(workspace.SIGNAL_BYTES)  # the buffers come after it
 # Not in a channel: the counter of a group of rows, see linear_signalled.py.
 TILES = tl.constexpr(1)
-
-# int32 words of the record of a wait that expired.
-RECORD = ("state", "rank", "operation", "channel", "signal", "peer", "expected", "seen")
 
 
 @device_function

@@ -11,11 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tp_kernels.comm.errors import ShapeError
-from tp_kernels.comm.layout import split_sizes
+from tp_kernels.comm.exchanges import counts_of_all_gather
 
 from ._gather import gather_rows
-from .workspace import WARPS, Workspace, check_operand, result_like, tile
+from .workspace import WARPS, Workspace, result_like, tile
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
@@ -52,17 +51,8 @@ def all_gather(
         ShapeError, UnsupportedError: before anything is sent.
         CollectiveTimeoutError: interpreted, as `Workspace.launch`.
     """
-    check_operand("all_gather", workspace, x, dtypes=None)
-    world, rank = workspace.world, workspace.rank
-    if x.dim() == 0:
-        raise ShapeError("all_gather: a scalar has no rows to divide over ranks")
-    rows = x.shape[0] * world if rows is None else rows
-    counts = split_sizes(rows, world)
-    if counts[rank] != x.shape[0]:
-        raise ShapeError(
-            f"all_gather: rank {rank} of {world} holds {x.shape[0]} rows, but its share of rows={rows} "
-            f"is {counts[rank]} (tp_kernels.split_sizes({rows}, {world}) = {counts})"
-        )
+    counts = counts_of_all_gather(workspace, x, rows)
+    rows, world = sum(counts), workspace.world
     out = result_like("all_gather", workspace, x, (rows, *x.shape[1:]), out)
     if world == 1:
         return out.copy_(x)

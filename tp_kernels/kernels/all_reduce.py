@@ -15,16 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tp_kernels.comm.errors import ShapeError, UnsupportedError
+from tp_kernels.comm.exchanges import choose_shots, result_of_all_reduce
 
 from ._device import narrow
 from ._rounds import receive, send, send_to_peers, sum_of_ranks
 from ._signals import CREDIT, READY, enter, leave, observe, publish
-from .workspace import WARPS, Workspace, check_operand, result_like, tile
-
-# Bytes up to which one shot is chosen: below, the second round costs more than W - 1 times the traffic. Not
-# measured yet; the crossing is known to lie between 100 KiB and 1 MiB on eight GPUs with NVLink.
-ONE_SHOT_BYTES = 256 << 10
+from .workspace import WARPS, Workspace, check_operand, tile
 
 
 def reference(xs: list[Tensor]) -> Tensor:
@@ -173,22 +169,12 @@ def all_reduce(
         CollectiveTimeoutError: interpreted, as `Workspace.launch`.
     """
     check_operand("all_reduce", workspace, x)
-    if shots not in (None, 1, 2):
-        raise UnsupportedError(f"all_reduce: shots={shots}; use 1, 2 or None")
-    if shots == 2 and workspace.shape.depth < 2:
-        raise UnsupportedError("all_reduce: two shots need a workspace of depth 2 or more")
-    if out is x and not x.is_contiguous():
-        raise ShapeError(
-            f"all_reduce: out is x, which has strides {x.stride()}; only a contiguous tensor can be "
-            "summed in place"
-        )
-    out = result_like("all_reduce", workspace, x, x.shape, out)
+    shots = choose_shots("all_reduce", workspace, x, shots)
+    out = result_of_all_reduce(workspace, x, out)
     if workspace.world == 1:
         return out if out is x else out.copy_(x)
     if x.numel() == 0:
         return out
-    if shots is None:
-        shots = 1 if x.nbytes <= ONE_SHOT_BYTES or workspace.shape.depth < 2 else 2
     block = tile(x.dtype)
     share = x.numel() if shots == 1 else -(-x.numel() // workspace.world)
     part, programs = workspace.divide(share, x.element_size(), block)

@@ -14,13 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tp_kernels.comm.errors import ShapeError, UnsupportedError
+from tp_kernels.comm.exchanges import check_norm, choose_shots
 
 from ._device import device_function, narrow, widen
 from ._rounds import receive, send, send_to_peers, sum_of_ranks
 from ._signals import CREDIT, READY, enter, leave, observe, publish
-from .all_reduce import ONE_SHOT_BYTES
-from .workspace import WARPS, Workspace, check_operand, tile
+from .workspace import WARPS, Workspace, tile
 
 
 def reference(
@@ -229,34 +228,19 @@ def all_reduce_rms_norm(
         ShapeError, UnsupportedError: before anything is sent; a row must fit into a chunk.
         CollectiveTimeoutError: interpreted, as `Workspace.launch`.
     """
-    check_operand("all_reduce_rms_norm", workspace, x)
-    where = f"all_reduce_rms_norm on rank {workspace.rank} of {workspace.world}"
-    width = x.shape[-1] if x.dim() else 0
-    for name, value, shape in (
-        ("weight", weight, x.shape[-1:]),
-        ("bias", bias, x.shape[-1:]),
-        ("residual", residual, x.shape),
-    ):
-        if x.dim() == 0 or (value is not None and (value.shape != shape or value.dtype != x.dtype)):
-            raise ShapeError(
-                f"{where}: x is {tuple(x.shape)} {x.dtype}, {name} is "
-                f"{None if value is None else (tuple(value.shape), value.dtype)}; expected [..., H] and "
-                "[H], a residual like x, all of one dtype"
-            )
-    if width * x.element_size() > workspace.shape.chunk:
-        raise UnsupportedError(
-            f"{where}: a row takes {width * x.element_size()} bytes and must fit into a chunk of "
-            f"{workspace.shape.chunk}; construct WorkspaceShape(chunk=) larger"
-        )
-    if shots not in (None, 1, 2):
-        raise UnsupportedError(f"{where}: shots={shots}; use 1, 2 or None")
-    if shots == 2 and workspace.shape.depth < 2:
-        raise UnsupportedError(f"{where}: two shots need a workspace of depth 2 or more")
+    check_norm(
+        workspace,
+        x,
+        [
+            ("weight", weight, x.shape[-1:]),
+            ("bias", bias, x.shape[-1:]),
+            ("residual", residual, x.shape),
+        ],
+    )
+    width, shots = x.shape[-1], choose_shots("all_reduce_rms_norm", workspace, x, shots)
     y, s = x.new_empty(x.shape), x.new_empty(x.shape)
     if x.numel() == 0:
         return y, s
-    if shots is None:
-        shots = 1 if x.nbytes <= ONE_SHOT_BYTES or workspace.shape.depth < 2 else 2
     rows = x.numel() // width
     share = rows if shots == 1 else -(-rows // workspace.world)
     part, programs = workspace.divide(share, width * x.element_size(), 1)

@@ -12,13 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tp_kernels.comm.errors import ShapeError
-from tp_kernels.comm.layout import split_range, split_sizes
+from tp_kernels.comm.exchanges import counts_of_reduce_scatter
+from tp_kernels.comm.layout import split_range
 
 from ._device import narrow
 from ._rounds import length_of, send, start_of, sum_of_ranks
 from ._signals import CREDIT, READY, enter, leave, observe, publish
-from .workspace import WARPS, Workspace, check_operand, result_like, tile
+from .workspace import WARPS, Workspace, result_like, tile
 
 
 def reference(xs: list[Tensor], rank: int) -> Tensor:
@@ -95,11 +95,8 @@ def reduce_scatter(x: Tensor, workspace: Workspace, *, out: Tensor | None = None
         ShapeError, UnsupportedError: before anything is sent.
         CollectiveTimeoutError: interpreted, as `Workspace.launch`.
     """
-    check_operand("reduce_scatter", workspace, x)
-    if x.dim() == 0:
-        raise ShapeError("reduce_scatter: a scalar has no rows to divide over ranks")
+    counts = counts_of_reduce_scatter(workspace, x)
     rows, width = x.shape[0], x.shape[1:].numel()
-    counts = split_sizes(rows, workspace.world)
     shape = (counts[workspace.rank], *x.shape[1:])
     out = result_like("reduce_scatter", workspace, x, shape, out)
     if workspace.world == 1:

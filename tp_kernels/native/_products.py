@@ -56,7 +56,9 @@ class Layout(NamedTuple):
     pitch: int
 
 
-def layouts(shape: Sequence[int], strides: Sequence[int], address: int, itemsize: int) -> list[Layout]:
+def layouts(
+    shape: Sequence[int], strides: Sequence[int], address: int, itemsize: int
+) -> list[Layout]:
     """Both, one or none of the ways to load a matrix; that with K contiguous first."""
     found = []
     for k_major in (True, False):
@@ -111,7 +113,9 @@ def obstacle(policy: Policy, xs: Sequence[Tensor], ws: Sequence[Tensor]) -> str 
             return f"x[{i}] is {x.dtype}, w[{i}] {w.dtype}: Hopper products take one dtype"
     if common(policy, xs, ws) is None:
         known = [_named(k) for p, *k in KERNELS if p == policy]
-        return f"no Hopper product for these layouts: of x and w, contiguous are {' or '.join(known)}"
+        return (
+            f"no Hopper product for these layouts: of x and w, contiguous are {' or '.join(known)}"
+        )
     return None
 
 
@@ -119,9 +123,7 @@ def _named(k_major: Sequence[bool]) -> str:
     return "(" + ", ".join("K" if one else "rows" for one in k_major) + ")"
 
 
-def common(
-    policy: Policy, xs: Sequence[Tensor], ws: Sequence[Tensor]
-) -> tuple[bool, bool] | None:
+def common(policy: Policy, xs: Sequence[Tensor], ws: Sequence[Tensor]) -> tuple[bool, bool] | None:
     """Whether K is contiguous in x and in w, of a kernel that can load all pairs."""
     for known, *k_major in KERNELS:
         if known == policy and all(

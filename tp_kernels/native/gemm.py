@@ -4,39 +4,33 @@ The kernels are those of csrc/cuda/gemm_sm90 in the module `_cuda`, which is loa
 Signatures and results are those of the Triton kernels of the same names in tp_kernels/kernels; what cannot be
 loaded or stored here raises UnsupportedError before anything is launched, and Triton takes it.
 
-    signalled_linear            rows in groups, which a stream waits for one by one       kernels/linear_signalled.py
-    awaited_linear              of rows of all ranks, which copies bring                  kernels/all_gather_linear.py
-    awaited_weight_gradient     the gradient that belongs to it
-    linear_reduce_scatter       summed over ranks                                  kernels/linear_reduce_scatter.py
+    signalled_linear          in groups of rows, which a stream waits for one by one (linear_signalled)
+    awaited_linear            of rows of all ranks, which copies bring (all_gather_linear)
+    awaited_weight_gradient   the gradient that belongs to it (all_gather_weight_gradient)
+    linear_reduce_scatter     summed over ranks, each rank its rows (linear_reduce_scatter)
 
 `dtype` is bfloat16 or float16 throughout; sums are float32 and rounded once.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tp_kernels.comm.errors import ShapeError, UnsupportedError
+from tp_kernels.comm.layout import Division
+from tp_kernels.comm.row_groups import RowGroups
+from tp_kernels.comm.workspace import OPERATIONS, Workspace
 
 from . import _products
+from ._extension import extension, stream_on
 from ._products import KERNELS, MOST, TYPES, Policy, Tile
-
-if TYPE_CHECKING:
-    from tp_kernels.comm.row_groups import RowGroups
-    from tp_kernels.kernels.workspace import Division, Workspace
 
 WAY_OUT = "implementation='triton' takes it"
 ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu", "relu")  # in the order of csrc/.../arguments.h
-
-
-def native() -> Any:
-    """The module of the kernels."""
-    return importlib.import_module("tp_kernels._cuda")
 
 
 def multiprocessors(x: Tensor) -> int:
@@ -84,20 +78,20 @@ def signalled_linear(
     tile = _tile("signal", [x], [w], rows, width, multiprocessors(x))
     tiles = sum(groups.tiles(g, tile.block_m, tile.block_n, width) for g in range(len(groups)))
     blocks = _blocks(where, tiles, multiprocessors(x) - reserved)
-    module, division = native(), groups.division
-    module.signalled_product(
-        _kind("signal", [x], [w], tile),
-        _pairs("signal", [x], [w]),
-        out.data_ptr(),
-        counters.data_ptr(),
-        width,
-        module.Division(division.small, division.unit, division.larger),
-        groups.size,
-        groups.parts,
-        tiles,
-        blocks,
-        _stream(x),
-    )
+    with stream_on(where, x.device) as stream:
+        extension().signalled_product(
+            kind=_kind("signal", [x], [w], tile),
+            pairs=_pairs("signal", [x], [w]),
+            out=out.data_ptr(),
+            counters=counters.data_ptr(),
+            width=width,
+            division=_native(groups.division),
+            size=groups.size,
+            parts=groups.parts,
+            tiles=tiles,
+            blocks=blocks,
+            stream=stream,
+        )
 
 
 def awaited_linear(
@@ -124,7 +118,7 @@ def awaited_linear(
     if activation not in ACTIVATIONS:
         raise UnsupportedError(f"{where}: activation={activation!r}; known are {ACTIVATIONS}")
     division, gathered = _gathered(where, x, workspace, counts, gathered)
-    rows, inner = gathered.shape
+    rows = gathered.shape[0]
     for one, its_bias in zip(ws, biases, strict=False):
         _check_bias(where, one, its_bias)
     _check_pairs(where, "await_rows", [gathered] * len(ws), ws)
@@ -163,7 +157,9 @@ def awaited_weight_gradient(
     where = f"awaited_weight_gradient on rank {workspace.rank} of {workspace.world}"
     division, gathered = _gathered(where, x, workspace, counts, gathered)
     if other.dim() != 2 or other.shape[0] != gathered.shape[0]:
-        raise ShapeError(f"{where}: other is {tuple(other.shape)}; expected [{gathered.shape[0]}, N]")
+        raise ShapeError(
+            f"{where}: other is {tuple(other.shape)}; expected [{gathered.shape[0]}, N]"
+        )
     if out is not None and accumulate_into is not None:
         raise UnsupportedError(f"{where}: out and accumulate_into; give one of them")
     a, b = (gathered.t(), other.t()) if of_gathered else (other.t(), gathered.t())
@@ -208,18 +204,18 @@ def linear_reduce_scatter(
     blocks = min(multiprocessors(xs[0]), workspace.shape.channels)
     tile = send_tile(where, workspace, xs, ws, division.most, width, inner, blocks)
     blocks = _blocks(where, _products.tiles_of(tile, division.most, width), blocks)
-    module = native()
-    module.sent_products(
-        _kind("send", xs, ws, tile),
-        _pairs("send", xs, ws),
-        result.data_ptr(),
-        0 if bias is None else bias.contiguous().data_ptr(),
-        width,
-        module.Division(division.small, division.unit, division.larger),
-        _workspace(workspace, "linear_reduce_scatter"),
-        blocks,
-        _stream(xs[0]),
-    )
+    with stream_on(where, result.device) as stream:
+        extension().sent_products(
+            kind=_kind("send", xs, ws, tile),
+            pairs=_pairs("send", xs, ws),
+            out=result.data_ptr(),
+            bias=0 if bias is None else bias.contiguous().data_ptr(),
+            width=width,
+            division=_native(division),
+            workspace=_workspace(workspace, "linear_reduce_scatter"),
+            blocks=blocks,
+            stream=stream,
+        )
     return result
 
 
@@ -270,23 +266,23 @@ def _await(
             f"{where}: needs {needed} bytes of staging memory, the workspace has {room}; {WAY_OUT}"
         )
     blocks = _blocks(where, tiles, multiprocessors(x))
-    module = native()
     part = chunk_of(division.most * gathered.shape[1], x.element_size())
     with gathered_by_copies(workspace, x.contiguous(), gathered, division):
-        module.awaited_products(
-            _kind(policy, xs, ws, tile),
-            _pairs(policy, xs, ws),
-            places,
-            _workspace(workspace, operation),
-            module.Division(division.small, division.unit, division.larger),
-            gathered.shape[1],
-            part,
-            1,
-            activation,
-            add,
-            blocks,
-            _stream(x),
-        )
+        with stream_on(where, x.device) as stream:
+            extension().awaited_products(
+                kind=_kind(policy, xs, ws, tile),
+                pairs=_pairs(policy, xs, ws),
+                outs=places,
+                workspace=_workspace(workspace, operation),
+                division=_native(division),
+                width=gathered.shape[1],
+                part=part,
+                channels=1,  # as copies have
+                activation=activation,
+                add=add,
+                blocks=blocks,
+                stream=stream,
+            )
 
 
 def _gathered(
@@ -360,9 +356,7 @@ def _results(
     return list(outs)
 
 
-def _layouts(
-    policy: Policy, xs: Sequence[Tensor], ws: Sequence[Tensor]
-) -> tuple[bool, bool]:
+def _layouts(policy: Policy, xs: Sequence[Tensor], ws: Sequence[Tensor]) -> tuple[bool, bool]:
     found = _products.common(policy, xs, ws)
     assert found is not None  # else it was refused
     return found
@@ -383,11 +377,11 @@ def _blocks(where: str, tiles: int, most: int) -> int:
 
 
 def _kind(policy: Policy, xs: Sequence[Tensor], ws: Sequence[Tensor], tile: Tile) -> Any:
-    return native().ProductKind(policy, TYPES[xs[0].dtype], *_layouts(policy, xs, ws), *tile)
+    return extension().ProductKind(policy, TYPES[xs[0].dtype], *_layouts(policy, xs, ws), *tile)
 
 
 def _pairs(policy: Policy, xs: Sequence[Tensor], ws: Sequence[Tensor]) -> list[Any]:
-    module, k_major = native(), _layouts(policy, xs, ws)
+    module, k_major = extension(), _layouts(policy, xs, ws)
 
     def matrix(x: Tensor, by_k: bool) -> Any:
         pitch = _products.layout_as(x, by_k).pitch
@@ -399,11 +393,13 @@ def _pairs(policy: Policy, xs: Sequence[Tensor], ws: Sequence[Tensor]) -> list[A
     ]
 
 
-def _workspace(workspace: Workspace, operation: str) -> Any:
-    from tp_kernels.kernels.workspace import OPERATIONS
+def _native(division: Division) -> Any:
+    return extension().Division(division.small, division.unit, division.larger)
 
+
+def _workspace(workspace: Workspace, operation: str) -> Any:
     shape = workspace.shape
-    return native().Workspace(
+    return extension().Workspace(
         table=workspace.table.data_ptr(),
         record=workspace.record.data_ptr(),
         stride=shape.stride,
@@ -414,7 +410,3 @@ def _workspace(workspace: Workspace, operation: str) -> Any:
         depth=shape.depth,
         operation=OPERATIONS[operation],
     )
-
-
-def _stream(x: Tensor) -> int:
-    return int(torch.cuda.current_stream(x.device).cuda_stream)
