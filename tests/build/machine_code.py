@@ -21,11 +21,13 @@ from pathlib import Path
 TABLE = Path(__file__).with_name("resources.json")
 
 # Data that other threads read or wrote. Words of 32 bits are also counters and records of their own thread.
-_STORE = re.compile(r"^(STG?\.E\.(U8|U16|64|128|STRONG.*64|STRONG.*128)|REDG?\.|UTMASTG|UTMAREDG|UBLKCP)")
+_STORE = re.compile(r"^(STG?\.E\.(U8|U16|64|128)|REDG?\.|UTMASTG|UTMAREDG|UBLKCP)")
 _LOAD = re.compile(r"^(LDG?\.E\.(.*\.)?(U8|U16|64|128)\b(?!\.CONSTANT)|LDGMC|UTMALDG)")
 # Through a cache that no acquire empties. Addresses, of 64 bits, never change.
 _UNCHANGING = re.compile(r"^LDG\.E\.(U8|U16|128)\.CONSTANT")
 _SIGNAL = re.compile(r"^STG?\.E\.STRONG\.SYS$")
+# Counters that only this device reads.
+_COUNTED = re.compile(r"^(ATOMG|REDG)\.E\.ADD.*\.STRONG\.GPU$")
 _OBSERVED = re.compile(r"^LDG?\.E\.STRONG\.SYS$")
 
 
@@ -46,6 +48,7 @@ class Function:
             "registers": self.registers,
             "shared": self.shared,
             "signals": sum(bool(_SIGNAL.match(one)) for one in self.code),
+            "counted": sum(bool(_COUNTED.match(one)) for one in self.code),
             "observed": sum(bool(_OBSERVED.match(one)) for one in self.code),
         }
 
@@ -114,6 +117,7 @@ def demangled(names: list[str]) -> list[str]:
         file = re.search(r"_GLOBAL__N__[0-9a-f]{8}_\d+_(\w+?)_cu_[0-9a-f]{8}", mangled)
         name = re.sub(r"\(anonymous namespace\)::|tpk::|device::|^void ", "", plain)
         name = re.sub(r"\([^()]*(\([^()]*\)[^()]*)*\)$", "", name)
+        name = re.sub(r"(\w+)<Config<[^<>]*> > >$", r"\1>", name)  # written twice
         readable.append(f"{file[1]}.{name}" if file else name)
     return readable
 
@@ -148,39 +152,41 @@ def problems(function: Function) -> list[str]:
                   for one in function.code if _UNCHANGING.match(one)]
     for place, one in enumerate(function.code):
         if _SIGNAL.match(one):
-            found += _before(function.code[:place])
+            found += _before(function.code[:place], "SYS")
+        elif _COUNTED.match(one):
+            found += _before(function.code[:place], "SYS", "GPU")
         elif _OBSERVED.match(one):
             found += _after(function.code[place + 1 :])
     return found
 
 
-def _before(code: tuple[str, ...]) -> list[str]:
-    """Of a signal: the data, a barrier, a fence of the system, then nothing but the signal."""
+def _before(code: tuple[str, ...], *scopes: str) -> list[str]:
+    """Of a signal: the data, a barrier, a fence of one of these scopes, then nothing but the signal."""
     fenced = False
     for one in reversed(code):
-        if one.startswith("MEMBAR") and one.endswith(".SYS"):
+        if one.startswith("MEMBAR") and one.endswith(scopes):
             fenced = True
-        elif one.startswith("BAR.") and fenced:
+        elif not fenced and (one.startswith("BAR.") or _SIGNAL.match(one) or _COUNTED.match(one)):
+            break
+        elif one.startswith("BAR."):
             return []
-        elif _STORE.match(one) and not _SIGNAL.match(one):
-            after = "a barrier" if fenced else "a fence of the system"
-            return [f"a signal after {one} without {after} between"]
-    return [] if fenced else ["a signal without a fence of the system before it"]
+        elif _STORE.match(one) and not _COUNTED.match(one):
+            missing = "a barrier" if fenced else "a fence"
+            return [f"a signal after {one} without {missing} between"]
+    return [] if fenced else ["a signal without a fence before it"]
 
 
 def _after(code: tuple[str, ...]) -> list[str]:
     """Of a flag that was read: the cache is emptied, then a barrier, then data.
 
-    Or a fence for the unit that loads tensors, where the thread that has read the flag gives it its orders.
+    A thread that loads by the tensor memory accelerator does so itself, behind a fence between proxies.
     """
     emptied = False
     for one in code:
         if one.startswith("CCTL.IVALL"):
             emptied = True
-        elif (one.startswith("BAR.") or one == "FENCE.VIEW.ASYNC.G") and emptied:
+        elif emptied and one.startswith(("BAR.", "FENCE.VIEW.ASYNC.G")):
             return []
-        elif _OBSERVED.match(one) or _SIGNAL.match(one):
-            continue
         elif _LOAD.match(one) or _STORE.match(one):
             missing = "a barrier" if emptied else "emptying the cache"
             return [f"{one} after a flag was read without {missing} between"]
