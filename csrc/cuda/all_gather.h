@@ -1,12 +1,14 @@
-// all_gather: the rows of all ranks, one after the other, on every rank. Bytes are moved, never looked at.
+// all_gather: the rows of all ranks, one after the other, on every rank. Bytes are moved, never
+// looked at.
 #pragma once
 
 #include "lines.h"
 
 namespace tpk::device {
 
-// x: the rows of this rank, out: those of all, divided by `division` in bytes; all addresses and sizes are
-// multiples of sizeof(Piece). A round of a channel takes `part` bytes of every rank's rows, a multiple of 16.
+// x: the rows of this rank, out: those of all, divided by `division` in bytes; all addresses and
+// sizes are multiples of sizeof(Piece). A round of a channel takes `part` bytes of every rank's
+// rows, a multiple of 16.
 template <class Piece>
 TPK_DEVICE void all_gather(const std::byte* x, std::byte* out, const Division& division,
                            std::int32_t part, const Workspace& w) {

@@ -1,17 +1,19 @@
-// all_reduce: the sum over ranks, on every rank; what tp_kernels/kernels/all_reduce.py computes, to the bit.
+// all_reduce: the sum over ranks, on every rank; what tp_kernels/kernels/all_reduce.py computes, to
+// the bit.
 //
-// One shot: every rank sends all of x to every peer and sums for itself. Two shots: rank j gets part j of
-// every x, sums it and sends the sum to every peer. By the switch (NVLink SHARP): as two shots, but the
-// switch adds, in an order of its own, and stores to all ranks.
+// One shot: every rank sends all of x to every peer and sums for itself. Two shots: rank j gets
+// part j of every x, sums it and sends the sum to every peer. By the switch (NVLink SHARP): as two
+// shots, but the switch adds, in an order of its own, and stores to all ranks.
 //
-// What a short message costs. Data has to cross the link, and something has to say that it has. One shot
-// does it with one store of data and one of a flag per peer; the release between them waits until the data
-// has been acknowledged, so three transfers of latency pass before the peer sees the flag. Packing a flag
-// into every word of data (NCCL's LL) would leave one transfer, but doubles the bytes, needs memory in
-// which nothing else is ever stored (here a stale word could be taken for a flag), and cannot tell a
-// peer that was late from one that is there. All else is hidden or short: the loads of x and of the
-// credits, which came long ago in all but the first rounds, are under way together, four barriers of a
-// block take some 20 ns each, the last signal is not waited for, and the next kernel starts meanwhile.
+// What a short message costs. Data has to cross the link, and something has to say that it has. One
+// shot does it with one store of data and one of a flag per peer; the release between them waits
+// until the data has been acknowledged, so three transfers of latency pass before the peer sees the
+// flag. Packing a flag into every word of data (NCCL's LL) would leave one transfer, but doubles
+// the bytes and needs memory in which nothing else is ever stored: in buffers that all kernels
+// share a stale word could be taken for a flag. All else is hidden or short: the loads of x and of
+// the credits, which came long ago in all but the first rounds, are under way together, four
+// barriers of a block take some 20 ns each, the last signal is not waited for, and the next kernel
+// starts meanwhile.
 #pragma once
 
 #include "multicast.h"
@@ -19,7 +21,8 @@
 
 namespace tpk::device {
 
-// x, out: `bytes` bytes of Number, may be the same; a round of a channel takes `part`, a multiple of 16.
+// x, out: `bytes` bytes of Number, may be the same; a round of a channel takes `part`, a multiple
+// of 16.
 template <class Number>
 TPK_DEVICE void all_reduce_one_shot(const std::byte* x, std::byte* out, std::int64_t bytes,
                                     std::int32_t part, const Workspace& w) {
@@ -99,11 +102,13 @@ TPK_DEVICE void all_reduce_two_shots(const std::byte* x, std::byte* out, std::in
   leave(c);
 }
 
-// As all_reduce_one_shot; two rounds of a channel take `part` bytes, of which every rank has the switch sum
-// its share of lines. `multicast` is the address that stands for the regions of all ranks.
+// As all_reduce_one_shot; two rounds of a channel take `part` bytes, of which every rank has the
+// switch sum its share of lines. `multicast` is the address that stands for the regions of all
+// ranks.
 template <class Number>
 TPK_DEVICE void all_reduce_by_switch(const std::byte* x, std::byte* out, std::int64_t bytes,
-                                     std::int32_t part, std::int64_t multicast, const Workspace& w) {
+                                     std::int32_t part, std::int64_t multicast,
+                                     const Workspace& w) {
   using Piece = typename Number::Piece;
   Channel c = enter(w);
   const std::int64_t step = std::int64_t{part} * grid_blocks();

@@ -43,8 +43,8 @@ void all_reduce(const std::string& way, const std::string& type, Address x, Addr
                 const Workspace& workspace, int blocks, Address stream) {
   const std::int64_t share = way == "two_shots" ? std::int64_t{part} * workspace.world : part;
   check(part, blocks, part > 0 ? ceil_div(bytes, share) : 0);
-  launch_all_reduce(way_of(way), number_of(type), at<std::byte>(x), at<std::byte>(out), bytes,
-                    part, multicast, workspace, grid_of(blocks, stream));
+  launch_all_reduce(way_of(way), number_of(type), at<std::byte>(x), at<std::byte>(out), bytes, part,
+                    multicast, workspace, grid_of(blocks, stream));
 }
 
 void reduce_scatter(const std::string& type, Address x, Address out, const Division& division,
@@ -67,9 +67,15 @@ void all_reduce_rms_norm(const std::string& way, const std::string& type, Addres
                          const Workspace& workspace, int blocks, Address stream) {
   const std::int64_t share = way == "two_shots" ? std::int64_t{part} * workspace.world : part;
   check(std::int64_t{part} * 16, blocks, part > 0 ? ceil_div(rows, share) : 0);
-  const NormOperands operands{at<std::byte>(x),      at<std::byte>(bias), at<std::byte>(residual),
-                              at<std::byte>(weight), at<float>(scale),    at<std::byte>(y),
-                              at<std::byte>(s),      rows,                width,
+  const NormOperands operands{at<std::byte>(x),
+                              at<std::byte>(bias),
+                              at<std::byte>(residual),
+                              at<std::byte>(weight),
+                              at<float>(scale),
+                              at<std::byte>(y),
+                              at<std::byte>(s),
+                              rows,
+                              width,
                               epsilon};
   launch_all_reduce_rms_norm(way_of(way), number_of(type), operands, part, workspace,
                              grid_of(blocks, stream));
@@ -90,8 +96,8 @@ py::dict constants() {
   found["DONE"] = kDone;
   found["FINISHED"] = kFinished;
   found["SIGNAL_BYTES"] = kSignalBytes;
-  found["RECORD"] = std::vector<int>{kState,  kRank, kOperation, kChannel,
-                                     kSignal, kPeer, kExpected,  kSeen};
+  found["RECORD"] =
+      std::vector<int>{kState, kRank, kOperation, kChannel, kSignal, kPeer, kExpected, kSeen};
   found["INTACT"] = static_cast<int>(kIntact);
   found["FAILED"] = static_cast<int>(kFailed);
   return found;
@@ -104,8 +110,15 @@ void bind_collectives(py::module_& module) {
       .def(py::init([](Address table, Address record, std::int64_t stride, std::int64_t chunk,
                        std::int64_t timeout, std::int32_t rank, std::int32_t world,
                        std::int32_t depth, std::int32_t operation) {
-             return Workspace{at<std::int64_t>(table), at<std::int32_t>(record), stride, chunk,
-                              timeout, rank, world, depth, operation};
+             return Workspace{at<std::int64_t>(table),
+                              at<std::int32_t>(record),
+                              stride,
+                              chunk,
+                              timeout,
+                              rank,
+                              world,
+                              depth,
+                              operation};
            }),
            py::arg("table"), py::arg("record"), py::arg("stride"), py::arg("chunk"),
            py::arg("timeout"), py::arg("rank"), py::arg("world"), py::arg("depth"),
@@ -123,9 +136,8 @@ void bind_collectives(py::module_& module) {
 
   py::class_<Wait>(module, "Wait", "How a record names a wait that expired.")
       .def(py::init([](std::int32_t rank, std::int32_t operation, std::int32_t channel,
-                       std::int32_t signal, std::int32_t peer) {
-             return Wait{rank, operation, channel, signal, peer};
-           }),
+                       std::int32_t signal,
+                       std::int32_t peer) { return Wait{rank, operation, channel, signal, peer}; }),
            py::arg("rank"), py::arg("operation"), py::arg("channel"), py::arg("signal"),
            py::arg("peer"));
 
@@ -140,10 +152,10 @@ void bind_collectives(py::module_& module) {
              py::arg("division"), py::arg("part"), py::arg("workspace"), py::arg("blocks"),
              py::arg("stream"));
   module.def("all_reduce_rms_norm", &all_reduce_rms_norm, Released(), py::arg("way"),
-             py::arg("type"), py::arg("x"), py::arg("bias"), py::arg("residual"),
-             py::arg("weight"), py::arg("scale"), py::arg("y"), py::arg("s"), py::arg("rows"),
-             py::arg("width"), py::arg("epsilon"), py::arg("part"), py::arg("workspace"),
-             py::arg("blocks"), py::arg("stream"));
+             py::arg("type"), py::arg("x"), py::arg("bias"), py::arg("residual"), py::arg("weight"),
+             py::arg("scale"), py::arg("y"), py::arg("s"), py::arg("rows"), py::arg("width"),
+             py::arg("epsilon"), py::arg("part"), py::arg("workspace"), py::arg("blocks"),
+             py::arg("stream"));
   module.def("wait_for", &wait_for, Released(), py::arg("flag"), py::arg("expected"),
              py::arg("record"), py::arg("timeout"), py::arg("wait"), py::arg("stream"));
   module.def(

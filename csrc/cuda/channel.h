@@ -9,8 +9,9 @@
 //   plain loads from the own buffers
 //   publish(kCredit, epoch)           the peers may overwrite them
 //
-// A wait that expires fills the record of the workspace, once, and the block ends without another store
-// or signal: no peer takes for data what was never complete. Kernels that start later see the record.
+// A wait that expires fills the record of the workspace, once, and the block ends without another
+// store or signal: no peer takes for data what was never complete. Kernels that start later see the
+// record.
 #pragma once
 
 #include "device.h"
@@ -47,8 +48,8 @@ TPK_DEVICE std::byte* buffer(const Workspace& w, int owner, std::int64_t channel
   return region(w, owner) + buffer_offset(w, channel, epoch, source);
 }
 
-// One thread: wait until `flag` is at least `expected`, for `timeout` nanoseconds. False if it never was;
-// `record` then says so, unless it has something to say already.
+// One thread: wait until `flag` is at least `expected`, for `timeout` nanoseconds. False if it
+// never was; `record` then says so, unless it has something to say already.
 TPK_DEVICE bool await(const std::int32_t* flag, std::int32_t expected, const Wait& wait,
                       std::int64_t timeout, std::int32_t* record) {
   std::int64_t begin = 0;
@@ -93,14 +94,14 @@ TPK_DEVICE Channel enter(const Workspace& w) {
 // Begin the next round; returns its number.
 TPK_DEVICE std::int32_t advance(Channel& c) { return c.epoch = earlier(c.epoch, -1); }
 
-// Keep the epoch for the next launch: after everything else, of a block that has made a round, whose last
-// `publish` comes after all threads have read the epoch.
+// Keep the epoch for the next launch: after everything else, of a block that has made a round,
+// whose last `publish` comes after all threads have read the epoch.
 TPK_DEVICE void leave(const Channel& c) {
   if (thread_index() == 0) *word(c.workspace, c.workspace.rank, c.index, kEpoch) = c.epoch;
 }
 
-// Wait until every peer has published `expected` or later; false if one has not, or if the workspace had
-// failed before. The block has at least as many threads as there are ranks.
+// Wait until every peer has published `expected` or later; false if one has not, or if the
+// workspace had failed before. The block has at least as many threads as there are ranks.
 TPK_DEVICE bool observe(Channel& c, std::int64_t signal, std::int32_t expected) {
   const Workspace& w = c.workspace;
   const int peer = thread_index();
@@ -123,9 +124,9 @@ TPK_DEVICE void tell(const Channel& c, std::int64_t signal, std::int32_t epoch) 
   }
 }
 
-// After the last wait of a block, if this `is_last`: the next kernel in the stream may start, to wait for the end
-// of this one. Not earlier: on a device that several ranks share it could take the place of a kernel of a
-// peer, for which this one waits.
+// After the last wait of a block, if this `is_last`: the next kernel in the stream may start, to
+// wait for the end of this one. Not earlier: on a device that several ranks share it could take the
+// place of a kernel of a peer, for which this one waits.
 TPK_DEVICE void let_start(bool is_last) {
   if (is_last) release_successor();
 }

@@ -1,6 +1,7 @@
-// Entries of the kernels that exchange data, and of waits: raw pointers, sizes and a stream, no torch. Parts
-// are in bytes, multiples of 16 and no longer than a chunk, but where rows are meant. Every function launches
-// one kernel, waits for nothing, and throws std::runtime_error where it could not.
+// Entries of the kernels that exchange data, and of waits: raw pointers, sizes and a stream, no
+// torch. Parts are in bytes, multiples of 16 and no longer than a chunk, but where rows are meant.
+// Every function launches one kernel, waits for nothing, and throws std::runtime_error where it
+// could not.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -25,10 +26,11 @@ void launch_all_reduce(Way way, NumberType type, const std::byte* x, std::byte* 
 
 // x [division.start(world)], out [division.rows(rank)].
 void launch_reduce_scatter(NumberType type, const std::byte* x, std::byte* out,
-                           const Division& division, std::int32_t part,
-                           const Workspace& workspace, const Grid& grid);
+                           const Division& division, std::int32_t part, const Workspace& workspace,
+                           const Grid& grid);
 
-// x [division.rows(rank)], out [division.start(world)]; addresses and sizes are multiples of `piece`: 1, 2, 4.
+// x [division.rows(rank)], out [division.start(world)]; addresses and sizes are multiples of
+// `piece`: 1, 2, 4.
 void launch_all_gather(int piece, const std::byte* x, std::byte* out, const Division& division,
                        std::int32_t part, const Workspace& workspace, const Grid& grid);
 
@@ -40,8 +42,9 @@ void launch_all_reduce_rms_norm(Way way, NumberType type, const NormOperands& op
 void launch_wait(const std::int32_t* flag, std::int32_t expected, const Wait& wait,
                  std::int64_t timeout, std::int32_t* record, cudaStream_t stream);
 
-// Store `value` to `flag` when all before it in the stream is done, and can be seen by whoever sees it: by the
-// front end of the device where the driver does that, which takes no multiprocessor, else by a kernel.
+// Store `value` to `flag` when all before it in the stream is done, and can be seen by whoever sees
+// it: by the front end of the device where the driver does that, which takes no multiprocessor,
+// else by a kernel.
 void write_flag(std::int32_t* flag, std::int32_t value, cudaStream_t stream);
 
 }  // namespace tpk

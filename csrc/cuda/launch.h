@@ -4,8 +4,10 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <map>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "tpk/order.h"
 
@@ -33,18 +35,21 @@ inline std::runtime_error launch_error(const char* kernel, int blocks, int threa
                             " threads: " + cudaGetErrorString(error));
 }
 
-// Whether `kernel` may start while the one before it in the stream still runs: where the image that runs
-// has the instruction to wait for that one (await_predecessor).
-template <class... Parameters>
-bool starts_early(void (*kernel)(Parameters...)) {
+// Whether `kernel` may start while the one before it in the stream still runs: where the image that
+// runs has the instruction to wait for that one (await_predecessor). Asking takes as long as a
+// launch, so once.
+inline bool starts_early(const void* kernel) {
+  thread_local std::map<std::pair<const void*, int>, bool> known;
   int device = 0, major = 0;
-  if (cudaGetDevice(&device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess) {
+  if (cudaGetDevice(&device) != cudaSuccess) return false;
+  const auto found = known.find({kernel, device});
+  if (found != known.end()) return found->second;
+  cudaFuncAttributes attributes;
+  if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
+      cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) {
     return false;
   }
-  cudaFuncAttributes attributes;
-  return major >= 9 && cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess &&
-         attributes.ptxVersion >= 90;
+  return known[{kernel, device}] = major >= 9 && attributes.ptxVersion >= 90;
 }
 
 // Throws std::runtime_error, which names the kernel and the grid.
@@ -60,7 +65,7 @@ void launch(const char* name, void (*kernel)(Parameters...), const Grid& grid, i
   config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
   config.stream = grid.stream;
   config.attrs = &attribute;
-  config.numAttrs = starts_early(kernel) ? 1 : 0;
+  config.numAttrs = starts_early(reinterpret_cast<const void*>(kernel)) ? 1 : 0;
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
   if (error == cudaSuccess) return;
   cudaGetLastError();  // or the next call that asks would report it again

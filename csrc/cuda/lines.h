@@ -1,5 +1,5 @@
-// Lines of 16 bytes between memory of the caller, of any length and alignment, and buffers of a channel,
-// which are aligned and have room for whole lines.
+// Lines of 16 bytes between memory of the caller, of any length and alignment, and buffers of a
+// channel, which are aligned and have room for whole lines.
 #pragma once
 
 #include "channel.h"
@@ -8,8 +8,8 @@
 
 namespace tpk::device {
 
-// Lines that a thread has under way at a time: 24 KiB of a block of 384. To keep its share of the memory of
-// an H200 busy, a multiprocessor needs 18 KiB (4.8 TB/s for 0.5 us, over 132).
+// Lines that a thread has under way at a time: 24 KiB of a block of 384. To keep its share of the
+// memory of an H200 busy, a multiprocessor needs 18 KiB (4.8 TB/s for 0.5 us, over 132).
 inline constexpr int kBatch = 4;
 
 TPK_DEVICE std::int32_t lines_of(std::int64_t bytes) {
@@ -59,8 +59,8 @@ TPK_DEVICE void store_line(std::byte* at, std::int32_t bytes, const Line& line) 
   }
 }
 
-// `lines` lines for every peer, counted through: those of the next rank first, so that not all ranks send to
-// the same one at once.
+// `lines` lines for every peer, counted through: those of the next rank first, so that not all
+// ranks send to the same one at once.
 struct PeerLines {
   const Workspace& workspace;
   std::int32_t lines;
@@ -87,9 +87,9 @@ TPK_DEVICE void store_to_peers(const Channel& c, std::int32_t epoch, std::int32_
   }
 }
 
-// Calls take(i, load(i)) for every i below `count`, in this thread's turn, a batch of loads before what is
-// done with them. `permit`, which all threads call, comes after the first loads: its wait hides theirs.
-// False if it says so; nothing is taken then.
+// Calls take(i, load(i)) for every i below `count`, in this thread's turn, a batch of loads before
+// what is done with them. `permit`, which all threads call, comes after the first loads: its wait
+// hides theirs. False if it says so; nothing is taken then.
 template <class Load, class Permit, class Take>
 TPK_DEVICE bool move_lines(std::int32_t count, Load load, Permit permit, Take take) {
   const std::int32_t threads = block_threads();

@@ -1,5 +1,6 @@
-// Sums and stores by the switch between GPUs; see tp_kernels/kernels/_multicast.py. For compute capability
-// 9.0 and later. On the host, where there is no multicast address, in the order of ranks.
+// Sums and stores by the switch between GPUs; see tp_kernels/kernels/_multicast.py. For compute
+// capability 9.0 and later. On the host, where there is no multicast address, in the order of
+// ranks.
 #pragma once
 
 #include "channel.h"
@@ -13,12 +14,14 @@ template <class Number>
 struct Switch;
 
 #if __CUDA_ARCH__ >= 900
-#define TPK_SUM_AND_MULTICAST(sum, type)                                                       \
-  asm volatile("{ .reg .b32 a, b, c, d;"                                                       \
-               " multimem.ld_reduce.relaxed.sys.global.add" sum ".v4" type " {a, b, c, d}, [%0];" \
-               " multimem.st.relaxed.sys.global.v4" type " [%1], {a, b, c, d}; }" ::"l"(source), \
-               "l"(target)                                                                     \
-               : "memory")
+#define TPK_SUM_AND_MULTICAST(sum, type)                                                \
+  asm volatile(                                                                         \
+      "{ .reg .b32 a, b, c, d;"                                                         \
+      " multimem.ld_reduce.relaxed.sys.global.add" sum ".v4" type                       \
+      " {a, b, c, d}, [%0];"                                                            \
+      " multimem.st.relaxed.sys.global.v4" type " [%1], {a, b, c, d}; }" ::"l"(source), \
+      "l"(target)                                                                       \
+      : "memory")
 #else
 #define TPK_SUM_AND_MULTICAST(sum, type) __trap()
 #endif
@@ -43,7 +46,8 @@ struct Switch<Float16> {
 };
 #undef TPK_SUM_AND_MULTICAST
 
-// Sum the line at byte `source` of all regions, in float32, rounded; store it at `target` of all regions.
+// Sum the line at byte `source` of all regions, in float32, rounded; store it at `target` of all
+// regions.
 template <class Number>
 TPK_DEVICE void sum_and_multicast(const Workspace&, std::int64_t multicast, std::int64_t source,
                                   std::int64_t target) {

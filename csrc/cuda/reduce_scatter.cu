@@ -15,13 +15,13 @@ __global__ void __launch_bounds__(kMostThreads, 1)
 }  // namespace
 
 void launch_reduce_scatter(NumberType type, const std::byte* x, std::byte* out,
-                           const Division& division, std::int32_t part,
-                           const Workspace& workspace, const Grid& grid) {
+                           const Division& division, std::int32_t part, const Workspace& workspace,
+                           const Grid& grid) {
   auto* kernel = type == NumberType::float32    ? scatter<device::Float32>
                  : type == NumberType::bfloat16 ? scatter<device::Bfloat16>
                                                 : scatter<device::Float16>;
-  launch("reduce_scatter", kernel, grid, threads_for(part, kMostThreads), 0, x, out, division,
-         part, workspace);
+  launch("reduce_scatter", kernel, grid, threads_for(part, kMostThreads), 0, x, out, division, part,
+         workspace);
 }
 
 }  // namespace tpk

@@ -1,13 +1,13 @@
-// reduce_scatter: every rank gets its rows of the sum over ranks; what tp_kernels/kernels/reduce_scatter.py
-// computes, to the bit. A rank that has no rows still signals.
+// reduce_scatter: every rank gets its rows of the sum over ranks; what
+// tp_kernels/kernels/reduce_scatter.py computes, to the bit. A rank that has no rows still signals.
 #pragma once
 
 #include "sum.h"
 
 namespace tpk::device {
 
-// x: the rows of all ranks, out: those of this rank, divided by `division` in bytes of Number. A round of a
-// channel takes `part` bytes of every rank's rows, a multiple of 16.
+// x: the rows of all ranks, out: those of this rank, divided by `division` in bytes of Number. A
+// round of a channel takes `part` bytes of every rank's rows, a multiple of 16.
 template <class Number>
 TPK_DEVICE void reduce_scatter(const std::byte* x, std::byte* out, const Division& division,
                                std::int32_t part, const Workspace& w) {

@@ -20,14 +20,14 @@ __global__ void __launch_bounds__(kMostNormThreads, 1)
 }
 
 template <class Number>
-void launch_as(Way way, const NormOperands& operands, std::int32_t part,
-               const Workspace& workspace, const Grid& grid) {
+void launch_as(Way way, const NormOperands& operands, std::int32_t part, const Workspace& workspace,
+               const Grid& grid) {
   const int piece = sizeof(typename Number::Piece);
   const int threads = threads_for(std::int64_t{operands.width} * piece, kMostNormThreads);
   const std::int64_t shared = norm_shared_bytes(threads);
   if (way == Way::one_shot) {
-    launch("all_reduce_rms_norm one_shot", one_shot<Number>, grid, threads, shared, operands,
-           part, workspace);
+    launch("all_reduce_rms_norm one_shot", one_shot<Number>, grid, threads, shared, operands, part,
+           workspace);
   } else {
     launch("all_reduce_rms_norm two_shots", two_shots<Number>, grid, threads, shared, operands,
            part, workspace);

@@ -1,10 +1,12 @@
 // all_reduce_rms_norm: the sum over ranks, bias, residual and RMS norm in one launch; what
-// tp_kernels/kernels/all_reduce_rms_norm.py computes, y up to the order in which squares are summed:
+// tp_kernels/kernels/all_reduce_rms_norm.py computes, y up to the order in which squares are
+// summed:
 //
 //     s = round(round(x_0 + ... + x_{W-1} + bias) + residual)        in float32, in rank order
 //     y = round(weight * round(s / sqrt(mean(s^2) + epsilon)))
 //
-// or y in float8 e4m3, y / scale rounded from the y above. In two shots every rank norms all rows itself.
+// or y in float8 e4m3, y / scale rounded from the y above. In two shots every rank norms all rows
+// itself.
 #pragma once
 
 #include "sum.h"
@@ -38,7 +40,9 @@ struct NormRows {
   std::int32_t lines;  // of a row in a chunk
 
   TPK_DEVICE explicit NormRows(const NormOperands& operands)
-      : o(operands), bytes(operands.width * static_cast<int>(sizeof(Piece))), lines(lines_of(bytes)) {}
+      : o(operands),
+        bytes(operands.width * static_cast<int>(sizeof(Piece))),
+        lines(lines_of(bytes)) {}
 
   // Byte of line i of rows `row`, row + 1, ...; and how much there is of it.
   TPK_DEVICE std::int64_t place(std::int64_t row, std::int32_t i) const {

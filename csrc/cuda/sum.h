@@ -11,8 +11,9 @@ struct Totals {
   float values[kLines][kPerLine<Number>];
 };
 
-// float32 sums over the ranks, in rank order, of lines first, first + stride, ... below `count`: those of this
-// rank are `own`, the others have come in round `epoch`. Lines of kRanks ranks are loaded before one is added.
+// float32 sums over the ranks, in rank order, of lines first, first + stride, ... below `count`:
+// those of this rank are `own`, the others have come in round `epoch`. Lines of kRanks ranks are
+// loaded before one is added.
 template <class Number, int kRanks, int kLines>
 TPK_DEVICE Totals<Number, kLines> sum_of_ranks(const Channel& c, std::int32_t epoch,
                                                std::int32_t first, std::int32_t stride,
@@ -77,8 +78,9 @@ TPK_DEVICE void sum_lines_of(const Channel& c, std::int32_t epoch, std::int32_t 
   }
 }
 
-// Calls take(i, float32 sums over the ranks of line i) for every line i of a message of `bytes` bytes, in
-// this thread's turn: this rank's are at `own`, the others from line `chunk_line` of their chunks on.
+// Calls take(i, float32 sums over the ranks of line i) for every line i of a message of `bytes`
+// bytes, in this thread's turn: this rank's are at `own`, the others from line `chunk_line` of
+// their chunks on.
 template <class Number, class Take>
 TPK_DEVICE void sum_lines(const Channel& c, std::int32_t epoch, std::int32_t chunk_line,
                           const std::byte* own, std::int32_t bytes, Take take) {

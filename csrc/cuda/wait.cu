@@ -17,8 +17,8 @@ __global__ void write(std::int32_t* flag, std::int32_t value) {
   device::store_release(flag, value);
 }
 
-// Without the early start of launch(): what waits for the flag here reads nothing itself, and what follows,
-// in another library, need not know how to wait.
+// Without the early start of launch(): what waits for the flag here reads nothing itself, and what
+// follows, in another library, need not know how to wait.
 void check(const char* kernel) {
   const cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) throw launch_error(kernel, 1, 1, error);
@@ -28,8 +28,8 @@ void check(const char* kernel) {
 decltype(&cuStreamWriteValue32) stream_write() {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found;
-  const cudaError_t error = cudaGetDriverEntryPointByVersion(
-      "cuStreamWriteValue32", &function, 12000, cudaEnableDefault, &found);
+  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuStreamWriteValue32", &function,
+                                                             12000, cudaEnableDefault, &found);
   if (error != cudaSuccess || found != cudaDriverEntryPointSuccess) return nullptr;
   return reinterpret_cast<decltype(&cuStreamWriteValue32)>(function);
 }

@@ -1,4 +1,5 @@
-// Ranks whose kernels run on the host (simt.h): regions of a workspace, and what kernels must compute.
+// Ranks whose kernels run on the host (simt.h): regions of a workspace, and what kernels must
+// compute.
 #pragma once
 
 #include <algorithm>

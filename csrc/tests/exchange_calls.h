@@ -1,4 +1,5 @@
-// Calls of the kernels that exchange data: operands of all ranks, what must come out, and the launch.
+// Calls of the kernels that exchange data: operands of all ranks, what must come out, and the
+// launch.
 #pragma once
 
 #include "all_gather.h"
@@ -9,7 +10,15 @@
 
 namespace tpk::test {
 
-enum class Kernel { one_shot, two_shots, by_switch, scatter, gather, norm_one_shot, norm_two_shots };
+enum class Kernel {
+  one_shot,
+  two_shots,
+  by_switch,
+  scatter,
+  gather,
+  norm_one_shot,
+  norm_two_shots
+};
 inline constexpr Kernel kKernels[] = {
     Kernel::one_shot, Kernel::two_shots,     Kernel::by_switch,     Kernel::scatter,
     Kernel::gather,   Kernel::norm_one_shot, Kernel::norm_two_shots};
@@ -122,9 +131,8 @@ inline void launch(const Call& call, Operands& operands, Exchange& exchange, int
   const std::size_t shared = norm_shared_bytes(threads);
   const std::uint64_t schedule = call.seed * 31 + rank;
   simt::run({blocks_of(call, exchange, part), threads, shared, schedule}, [&] {
-    with_number(call.dtype, [&](auto number) {
-      run_kernel<decltype(number)>(call, operands, w, part);
-    });
+    with_number(call.dtype,
+                [&](auto number) { run_kernel<decltype(number)>(call, operands, w, part); });
   });
 }
 
@@ -158,7 +166,8 @@ inline void check_norm(const Call& call, Operands& operands, const Bytes& s, con
       const double exact = decode(call.dtype, s.data(), row * call.width + i) * factor *
                            decode(call.dtype, operands.weight[0].data(), i);
       const double error = std::abs(decode(call.dtype, y.data(), row * call.width + i) - exact);
-      const double rounded = 2.1 * epsilon(call.dtype) + static_cast<double>(call.width + 4) * 0x1p-24;
+      const double rounded =
+          2.1 * epsilon(call.dtype) + static_cast<double>(call.width + 4) * 0x1p-24;
       CHECK(error <= rounded * std::abs(exact) + 0x1p-24);  // false for NaN, so for what is missing
     }
   }
@@ -191,7 +200,8 @@ inline void check(const Call& call, Operands& operands, Exchange& exchange) {
   }
 }
 
-// All calls in a row on every rank, which nothing else keeps in step. Rank `slow` begins each one late.
+// All calls in a row on every rank, which nothing else keeps in step. Rank `slow` begins each one
+// late.
 inline void run_calls(const std::vector<Call>& calls, int world, const ExchangeOptions& options,
                       int slow = -1) {
   Exchange exchange(world, options);

@@ -1,4 +1,5 @@
-// Test programs of which one test can be run: the tests of mutants name the one that has to find them.
+// Test programs of which one test can be run: the tests of mutants name the one that has to find
+// them.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// Kernels that exchange data, on the host: every bit, for all numbers, sizes and alignments; rounds back to
-// back with a slow rank, counters that wrap, buffers that are full of something else.
+// Kernels that exchange data, on the host: every bit, for all numbers, sizes and alignments; rounds
+// back to back with a slow rank, counters that wrap, buffers that are full of something else.
 #include <limits>
 
 #include "exchange_calls.h"
@@ -12,7 +12,8 @@ namespace {
 
 constexpr Dtype kDtypes[] = {Dtype::float32, Dtype::bfloat16, Dtype::float16};
 
-// [rows, width]: less than a line, parts of different length, rows for some ranks only, several rounds.
+// [rows, width]: less than a line, parts of different length, rows for some ranks only, several
+// rounds.
 constexpr std::pair<int, int> kShapes[] = {{1, 3}, {7, 5}, {3, 8}, {33, 7}};
 
 std::vector<Call> calls_of(Kernel kernel, std::uint64_t seed) {
@@ -107,27 +108,32 @@ void test_stale_buffers() {
 void test_special_numbers() {
   for (const Dtype dtype : kDtypes) {
     std::vector<double> numbers = {0.0, -0.0, 1.0, -1.0, INFINITY, -INFINITY, std::nan("")};
-    const double smallest = dtype == Dtype::float16 ? 0x1p-24 : dtype == Dtype::bfloat16 ? 0x1p-133 : 0x1p-149;
+    const double smallest = dtype == Dtype::float16    ? 0x1p-24
+                            : dtype == Dtype::bfloat16 ? 0x1p-133
+                                                       : 0x1p-149;
     const double largest = dtype == Dtype::float16 ? 65504 : 0x1.fep127;
     for (const double one : {smallest, 3 * smallest, largest}) {
       numbers.push_back(one);
       numbers.push_back(-one);
     }
-    Call call{Kernel::one_shot, dtype, static_cast<int>(numbers.size()), static_cast<int>(numbers.size())};
+    Call call{Kernel::one_shot, dtype, static_cast<int>(numbers.size()),
+              static_cast<int>(numbers.size())};
     Operands operands(call, 2);
     for (std::size_t i = 0; i < numbers.size() * numbers.size(); ++i) {
       encode(dtype, numbers[i / numbers.size()], operands.given[0].data() + i * call.size());
       encode(dtype, numbers[i % numbers.size()], operands.given[1].data() + i * call.size());
     }
     for (int rank = 0; rank < 2; ++rank) {
-      std::memcpy(operands.xs[rank].data(), operands.given[rank].data(), operands.given[rank].size());
+      std::memcpy(operands.xs[rank].data(), operands.given[rank].data(),
+                  operands.given[rank].size());
     }
     Exchange exchange(2);
     exchange.run([&](int rank) { launch(call, operands, exchange, rank); });
     const Bytes expected = sums(dtype, operands.given, 0, numbers.size() * numbers.size());
     const Bytes found = operands.outs[1].bytes();
     for (std::size_t i = 0; i < numbers.size() * numbers.size(); ++i) {
-      const double value = decode(dtype, expected.data(), i), result = decode(dtype, found.data(), i);
+      const double value = decode(dtype, expected.data(), i),
+                   result = decode(dtype, found.data(), i);
       CHECK(std::isnan(value) ? std::isnan(result)
                               : value == result && std::signbit(value) == std::signbit(result));
     }
@@ -141,7 +147,8 @@ std::uint8_t nearest_e4m3(double value) {
   double least = INFINITY;
   for (int bits = 0; bits < 0x7f; ++bits) {
     const int exponent = bits >> 3, fraction = bits & 7;
-    const double one = exponent == 0 ? std::ldexp(fraction, -9) : std::ldexp(8 + fraction, exponent - 10);
+    const double one =
+        exponent == 0 ? std::ldexp(fraction, -9) : std::ldexp(8 + fraction, exponent - 10);
     const double error = std::abs(one - std::min(std::abs(value), 448.0));
     if (error < least || (error == least && bits % 2 == 0)) {
       best = bits;
@@ -153,7 +160,8 @@ std::uint8_t nearest_e4m3(double value) {
 
 void test_narrow_to_e4m3() {
   Random random(3);
-  std::vector<float> values = {0.0f, -0.0f, 448.0f, 464.0f, 465.0f, 1e30f, -INFINITY, 0x1p-10f, 0x1.8p-10f};
+  std::vector<float> values = {0.0f,  -0.0f,     448.0f,   464.0f,    465.0f,
+                               1e30f, -INFINITY, 0x1p-10f, 0x1.8p-10f};
   for (int bits = 0; bits < 0x7e; ++bits) {  // what lies halfway between two
     const auto of = [](int b) {
       return b < 8 ? std::ldexp(b, -9) : std::ldexp(8 + (b & 7), (b >> 3) - 10);

@@ -1,5 +1,5 @@
-// Ranks that are late or absent: every wait ends, the record says for whom it was, and nobody takes for a
-// result what was never complete. Waits of a stream for a flag.
+// Ranks that are late or absent: every wait ends, the record says for whom it was, and nobody takes
+// for a result what was never complete. Waits of a stream for a flag.
 #include <limits>
 
 #include "exchange_calls.h"

@@ -21,7 +21,8 @@ std::int64_t draw(Random& random, std::int64_t first, std::int64_t last) {
 
 // Rows of any rank may be none; `unit` more of the first ranks.
 Division random_division(Random& random, int world) {
-  return {draw(random, 0, 9), draw(random, 1, 5), static_cast<std::int32_t>(draw(random, 0, world - 1))};
+  return {draw(random, 0, 9), draw(random, 1, 5),
+          static_cast<std::int32_t>(draw(random, 0, world - 1))};
 }
 
 // The rank that has each row.
@@ -58,7 +59,8 @@ void check_arrival(Random& random, int world) {
   const std::int64_t first = draw(random, 0, all), stop = draw(random, first, all);
   std::vector<std::int32_t> needed(arrival.channels, 0);
   for (std::int64_t row = first; row < stop; ++row) {
-    const std::int64_t start = std::lower_bound(ranks.begin(), ranks.end(), ranks[row]) - ranks.begin();
+    const std::int64_t start =
+        std::lower_bound(ranks.begin(), ranks.end(), ranks[row]) - ranks.begin();
     for (std::int64_t i = 0; i < arrival.width; ++i) {
       const std::int64_t chunk = ((row - start) * arrival.width + i) / arrival.part;
       std::int32_t& rounds = needed[chunk % arrival.channels];
@@ -114,7 +116,8 @@ void check_row_groups(Random& random, int parts) {
   }
   CHECK_EQUAL(groups.count(), count);
   std::int64_t tiles = 0, last_group = 0;
-  for (std::int64_t group = 0; group < count; ++group) tiles += groups.tiles(group, block_m, columns);
+  for (std::int64_t group = 0; group < count; ++group)
+    tiles += groups.tiles(group, block_m, columns);
   std::map<std::int64_t, std::int64_t> in_group;
   std::set<std::pair<std::int64_t, std::int64_t>> seen;  // rows of the buffer, columns
   for (std::int64_t index = 0; index < tiles; ++index) {

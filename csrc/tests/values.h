@@ -80,7 +80,8 @@ inline void encode(Dtype dtype, double value, std::byte* at) {
   }
   const int fraction_bits = dtype == Dtype::bfloat16 ? 7 : 10;
   const int lowest = dtype == Dtype::bfloat16 ? -126 : -14;
-  const double largest = std::ldexp(2 - std::ldexp(1, -fraction_bits), dtype == Dtype::bfloat16 ? 127 : 15);
+  const double largest =
+      std::ldexp(2 - std::ldexp(1, -fraction_bits), dtype == Dtype::bfloat16 ? 127 : 15);
   std::uint32_t bits;
   const double size = std::abs(value);
   if (std::isnan(value)) {

@@ -6,8 +6,8 @@
 
 namespace tpk {
 
-// x, residual, s [rows, width] of Number, weight, bias [width]; y like s, or of float8 where there is a
-// scale. bias, residual and scale may be null.
+// x, residual, s [rows, width] of Number, weight, bias [width]; y like s, or of float8 where there
+// is a scale. bias, residual and scale may be null.
 struct NormOperands {
   const std::byte* x;
   const std::byte* bias;

@@ -1,5 +1,5 @@
-// Numbers as kernels load, add and store them: lines of 16 bytes, the widest access of a thread. The same
-// bits on device and host, the payload of NaNs aside.
+// Numbers as kernels load, add and store them: lines of 16 bytes, the widest access of a thread.
+// The same bits on device and host, the payload of NaNs aside.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,8 @@ struct alignas(kLineBytes) Line {
   std::uint32_t words[kLineWords];
 };
 
-// Of each type of number: a word holds kPerWord of them, the first one lowest; Piece is as wide as one.
+// Of each type of number: a word holds kPerWord of them, the first one lowest; Piece is as wide as
+// one.
 #if defined(__CUDACC__)
 
 #define TPK_NUMBER_CODE __device__ __forceinline__
@@ -50,7 +51,8 @@ struct Float16 {
   using Piece = std::uint16_t;
   static constexpr int kPerWord = 2;
   TPK_NUMBER_CODE static void widen(std::uint32_t word, float* values) {
-    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high; }"
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, "
+        "high; }"
         : "=f"(values[0]), "=f"(values[1])
         : "r"(word));
   }
@@ -93,7 +95,9 @@ using Float16 = HalfWidth<tpk::Float16>;
 struct Float32 {
   using Piece = std::uint32_t;
   static constexpr int kPerWord = 1;
-  TPK_NUMBER_CODE static void widen(std::uint32_t word, float* values) { values[0] = as_float(word); }
+  TPK_NUMBER_CODE static void widen(std::uint32_t word, float* values) {
+    values[0] = as_float(word);
+  }
   TPK_NUMBER_CODE static std::uint32_t narrow(const float* values) { return as_bits(values[0]); }
 };
 
@@ -110,11 +114,13 @@ template <class Number>
 TPK_NUMBER_CODE Line narrow(const float* values) {
   Line line;
   TPK_UNROLL
-  for (int i = 0; i < kLineWords; ++i) line.words[i] = Number::narrow(values + i * Number::kPerWord);
+  for (int i = 0; i < kLineWords; ++i)
+    line.words[i] = Number::narrow(values + i * Number::kPerWord);
   return line;
 }
 
-// Four numbers rounded to float8 e4m3 (to nearest even, at most 448, NaN stays), the first one lowest.
+// Four numbers rounded to float8 e4m3 (to nearest even, at most 448, NaN stays), the first one
+// lowest.
 TPK_NUMBER_CODE std::uint32_t narrow_to_e4m3(const float* values) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   std::uint32_t word;
