@@ -56,14 +56,13 @@ class CMakeBuild(build_ext):
         cuda = decided(headers=True)
         built = isinstance(cuda, CudaBuild)
         print(f"CUDA kernels: {cuda if built else f'not built, {cuda}'}", flush=True)
-        products = isinstance(cuda, CudaBuild) and cuda.cutlass is not None
         tree = ROOT / "build" / f"cmake-{self.plat_name}-{sys.implementation.cache_tag}"
         targets = [ext.name.rpartition(".")[2] for ext in self.extensions]
         for command in (
             self.configuration(tree, cuda),
             [
                 *(tool("cmake"), "--build", tree, "--target", *targets),
-                *("-j", str(jobs(os.environ, products=products))),
+                *("-j", str(jobs(os.environ))),
             ],
         ):
             if subprocess.run(command).returncode != 0:
@@ -114,7 +113,7 @@ class CMakeBuild(build_ext):
 
 def decided(*, headers: bool) -> CudaBuild | str:
     try:
-        jobs(os.environ, products=False)  # refused before minutes of compiling
+        jobs(os.environ)  # refused before minutes of compiling
         return cuda_build(os.environ, headers=headers)
     except BuildError as error:
         sys.exit(f"error: {error}")

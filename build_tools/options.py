@@ -23,9 +23,8 @@ OLDEST_TOOLKIT = (12, 8)  # the first that compiles for all of these
 DEFAULT_ARCHITECTURES = "80;90a;100;120+PTX"
 OLDEST_CUTLASS = (4, 0)
 CUTLASS_REQUIREMENT = "nvidia-cutlass>=4.2,<5"
-GIB = 1 << 30
-# The most that one compiler was seen to take: 3.4 GB for a Hopper product, 0.7 GB for any other file.
-MEMORY_PER_JOB = {True: 4 * GIB, False: GIB}
+# The most that one compiler was seen to take is 0.45 GB.
+MEMORY_PER_JOB = 1 << 30
 
 
 class BuildError(Exception):
@@ -241,14 +240,14 @@ def find_cutlass(environment: Mapping[str, str]) -> Cutlass:
     )
 
 
-def jobs(environment: Mapping[str, str], *, products: bool) -> int:
+def jobs(environment: Mapping[str, str]) -> int:
     """How many compilers run at once: MAX_JOBS, else what cores and memory allow."""
     given = environment.get("MAX_JOBS")
     if given:
         if not given.isdecimal() or int(given) == 0:
             raise BuildError(f"MAX_JOBS={given}: use a number from 1")
         return int(given)
-    return max(1, min(len(os.sched_getaffinity(0)), memory() // MEMORY_PER_JOB[products]))
+    return max(1, min(len(os.sched_getaffinity(0)), memory() // MEMORY_PER_JOB))
 
 
 def memory(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:

@@ -28,7 +28,7 @@ target_link_libraries(_cuda PRIVATE tpk_cuda)
 target_link_options(_cuda PRIVATE -Wl,--exclude-libs,ALL -s)
 
 set(gemm_images "")
-if(TPK_CUTLASS_INCLUDE AND gemm_sources)
+if(TPK_CUTLASS_INCLUDE)
   set(gemm_images "sm_90a")
   set(folder ${CMAKE_BINARY_DIR}/gemm_sm90)
   include(${cuda}/gemm_sm90/instances.cmake)

@@ -1,7 +1,7 @@
 """Gates of a wheel: what is in it, and that it works where it is installed. `make wheel-check` runs this.
 
-TP_KERNELS_WHEEL is the file. Environments are new ones outside the source tree. Where torch is needed, it is the
-one that runs this, found through a path; with CUDA_TORCH=1 one with CUDA is installed, as a user would.
+TP_KERNELS_WHEEL is the file. Environments are new ones outside the source tree. Where torch is needed, it is
+the one that runs this, found through a path; with CUDA_TORCH=1 one with CUDA is installed, as a user would.
 """
 
 from __future__ import annotations

@@ -117,6 +117,7 @@ def demangled(names: list[str]) -> list[str]:
         file = re.search(r"_GLOBAL__N__[0-9a-f]{8}_\d+_(\w+?)_cu_[0-9a-f]{8}", mangled)
         name = re.sub(r"\(anonymous namespace\)::|tpk::|device::|^void ", "", plain)
         name = re.sub(r"\([^()]*(\([^()]*\)[^()]*)*\)$", "", name)
+        name = re.sub(r"(\w+)<Config<[^<>]*> > >$", r"\1>", name)  # written twice
         readable.append(f"{file[1]}.{name}" if file else name)
     return readable
 

@@ -152,24 +152,21 @@ def test_architectures_are_named_once():
     assert [str(one) for one in parse_architectures("80;80+PTX 9.0a", "x")] == ["80+PTX", "90a"]
 
 
-@pytest.mark.parametrize(
-    ("limit", "products", "expected"),
-    [("max", False, 8), ("max", True, 4), (str(9 << 30), True, 2), (str(1 << 20), True, 1)],
-)
-def test_jobs_by_cores_and_memory(monkeypatch, tmp_path, limit, products, expected):
+@pytest.mark.parametrize(("limit", "expected"), [("max", 8), (str(3 << 30), 3), (str(1 << 20), 1)])
+def test_jobs_by_cores_and_memory(monkeypatch, tmp_path, limit, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PAGE_SIZE": 1 << 30}.get(name, 16))
     (tmp_path / "memory.max").write_text(limit)
     found = options.memory(tmp_path / "memory.max")
     monkeypatch.setattr(options, "memory", lambda: found)
-    assert jobs({}, products=products) == expected
-    assert jobs({"MAX_JOBS": "7"}, products=products) == 7
+    assert jobs({}) == expected
+    assert jobs({"MAX_JOBS": "7"}) == 7
 
 
 @pytest.mark.parametrize("given", ["0", "-1", "two", "1.5"])
 def test_jobs_refused(given):
     with pytest.raises(BuildError, match=f"MAX_JOBS={given}: use a number from 1"):
-        jobs({"MAX_JOBS": given}, products=False)
+        jobs({"MAX_JOBS": given})
 
 
 @pytest.mark.parametrize(

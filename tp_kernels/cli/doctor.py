@@ -30,16 +30,12 @@ from tp_kernels.ops.linear_all_reduce import linear_all_reduce
 
 from .cuda_report import add_rows, cuda_report
 
-# All that design and documentation speak of; those that this version has are in IMPLEMENTATIONS.
-_KNOWN = ("reference", "chunked", "host", "triton", "cuda")
 _PACKAGES = ("torch", "transformers", "triton", "numpy", "safetensors", "gguf", "accelerate")
 
 
 def report() -> dict[str, Any]:
     """Everything `tp-kernels doctor --json` prints. Starts two ranks for a moment."""
-    built = {name: _extension(name) for name in ("_host", "_cuda")}
-    gpus = _gpus()
-    implementations = _implementations(gpus, built)
+    implementations = _implementations()
     return {
         "usable": any(state["available"] for state in implementations.values()),
         "versions": {
@@ -47,12 +43,12 @@ def report() -> dict[str, Any]:
             "python": platform.python_version(),
             **{name: _version(name) for name in _PACKAGES},
         },
-        "built": built,
+        "built": {name: _extension(name) for name in ("_host", "_cuda")},
         "isa": _isa(),
         "short_way": short_way.AVAILABLE,
         "shared_memory": _shared_memory(),
         "cores": {"usable": _affinity(), "machine": os.cpu_count()},
-        "gpus": gpus,
+        "gpus": _gpus(),
         "cuda": cuda_report(),
         "implementations": implementations,
     }
@@ -138,25 +134,17 @@ def check_implementations() -> dict[str, str | None]:
     return problems
 
 
-def _implementations(gpus: list[str], built: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _implementations() -> dict[str, dict[str, Any]]:
     try:
         by_rank = launch(check_implementations, 2, timeout=20.0)
     except RankError as error:
         why = f"two ranks could not be started and used: {str(error).splitlines()[0]}"
         by_rank = [dict.fromkeys(IMPLEMENTATIONS, why)]
     states: dict[str, dict[str, Any]] = {}
-    for name in _KNOWN:
-        if name in IMPLEMENTATIONS:
-            problem = next((found[name] for found in by_rank if found[name]), None)
-            why = problem or "ran on two ranks and gave the right result"
-            states[name] = {"available": problem is None, "why": why}
-        else:
-            reasons = ["this version has no kernels for it"]
-            if not gpus:
-                reasons.append("no CUDA GPU")
-            if name == "cuda" and not built["_cuda"]["built"]:
-                reasons.append("_cuda is not built")
-            states[name] = {"available": False, "why": "; ".join(reasons)}
+    for name in IMPLEMENTATIONS:
+        problem = next((found[name] for found in by_rank if found[name]), None)
+        why = problem or "ran on two ranks and gave the right result"
+        states[name] = {"available": problem is None, "why": why}
     return states
 
 

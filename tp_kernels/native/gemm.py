@@ -15,7 +15,7 @@ loaded or stored here raises UnsupportedError before anything is launched, and T
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from tp_kernels.comm.workspace import OPERATIONS, Workspace
 from . import _products
 from ._extension import extension, stream_on
 from ._products import KERNELS, MOST, TYPES, Policy, Tile
+
+if TYPE_CHECKING:
+    from tp_kernels.kernels.workspace import Workspace as ForCopies  # has the barrier of the copies
 
 WAY_OUT = "implementation='triton' takes it"
 ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu", "relu")  # in the order of csrc/.../arguments.h
@@ -97,7 +100,7 @@ def signalled_linear(
 def awaited_linear(
     x: Tensor,
     w: Tensor | Sequence[Tensor],
-    workspace: Workspace,
+    workspace: ForCopies,
     *,
     counts: Sequence[int] | None = None,
     bias: Tensor | Sequence[Tensor] | None = None,
@@ -141,7 +144,7 @@ def awaited_linear(
 def awaited_weight_gradient(
     x: Tensor,
     other: Tensor,
-    workspace: Workspace,
+    workspace: ForCopies,
     *,
     counts: Sequence[int] | None = None,
     of_gathered: bool = False,
@@ -251,7 +254,7 @@ def _await(
     x: Tensor,
     gathered: Tensor,
     division: Division,
-    workspace: Workspace,
+    workspace: ForCopies,
     operation: str,
     activation: int,
     add: bool,
@@ -267,22 +270,24 @@ def _await(
         )
     blocks = _blocks(where, tiles, multiprocessors(x))
     part = chunk_of(division.most * gathered.shape[1], x.element_size())
-    with gathered_by_copies(workspace, x.contiguous(), gathered, division):
-        with stream_on(where, x.device) as stream:
-            extension().awaited_products(
-                kind=_kind(policy, xs, ws, tile),
-                pairs=_pairs(policy, xs, ws),
-                outs=places,
-                workspace=_workspace(workspace, operation),
-                division=_native(division),
-                width=gathered.shape[1],
-                part=part,
-                channels=1,  # as copies have
-                activation=activation,
-                add=add,
-                blocks=blocks,
-                stream=stream,
-            )
+    with (
+        gathered_by_copies(workspace, x.contiguous(), gathered, division),
+        stream_on(where, x.device) as stream,
+    ):
+        extension().awaited_products(
+            kind=_kind(policy, xs, ws, tile),
+            pairs=_pairs(policy, xs, ws),
+            outs=places,
+            workspace=_workspace(workspace, operation),
+            division=_native(division),
+            width=gathered.shape[1],
+            part=part,
+            channels=1,  # as copies have
+            activation=activation,
+            add=add,
+            blocks=blocks,
+            stream=stream,
+        )
 
 
 def _gathered(
