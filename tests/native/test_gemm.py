@@ -290,6 +290,16 @@ def test_linear_reduce_scatter_by_chunk_and_channels(launches):
         gemm.linear_reduce_scatter(x, w, make(chunk=1 << 16, depth=1))
 
 
+def test_ranks_with_different_inner_sizes_and_layouts_take_the_same_tiles(launches):
+    found = set()
+    for rank, inner in enumerate((8, 64, 1 << 14)):
+        x, w = random(512, inner), random(640, inner)
+        w = w.t().contiguous().t() if rank else w
+        gemm.linear_reduce_scatter(x, w, make(rank=rank, world=3, chunk=1 << 16))
+        found.add((launches["kind"][4:], launches["blocks"]))
+    assert len(found) == 1
+
+
 def test_refusals_of_exchanges(launches):
     x, w = random(64, 64), random(64, 64)
     with pytest.raises(UnsupportedError, match="nobody to exchange with"):

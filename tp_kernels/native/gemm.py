@@ -32,6 +32,7 @@ from ._products import KERNELS, MOST, TYPES, Policy, Tile
 if TYPE_CHECKING:
     from tp_kernels.kernels.workspace import Workspace as ForCopies  # has the barrier of the copies
 
+COMMON_INNER = 4096  # taken for K where ranks that differ in it have to decide alike
 WAY_OUT = "implementation='triton' takes it"
 ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu", "relu")  # in the order of csrc/.../arguments.h
 
@@ -191,7 +192,7 @@ def linear_reduce_scatter(
     """This rank's rows of the sum over ranks and pairs of x_i w_i^T, plus bias. Collective.
 
     Arguments, result and errors are those of kernels.linear_reduce_scatter. All ranks have to decide for this
-    kernel together, since tiles travel: shapes, strides and devices have to be alike.
+    kernel together, since tiles travel; K_i and layouts may differ between them.
     """
     where = f"linear_reduce_scatter on rank {workspace.rank} of {workspace.world}"
     xs = [x] if isinstance(x, Tensor) else list(x)
@@ -203,10 +204,9 @@ def linear_reduce_scatter(
     division = workspace.rows_of_ranks("linear_reduce_scatter", counts, rows)
     mine = division.rows(workspace.rank)
     result = _results(where, xs[0], [(mine, width)], None if out is None else [out])[0]
-    inner = sum(one.shape[1] for one in xs)
-    blocks = min(multiprocessors(xs[0]), workspace.shape.channels)
-    tile = send_tile(where, workspace, xs, ws, division.most, width, inner, blocks)
-    blocks = _blocks(where, _products.tiles_of(tile, division.most, width), blocks)
+    tile = send_tile(where, workspace, xs, ws, division.most, width)
+    tiles = _products.tiles_of(tile, division.most, width)
+    blocks = _blocks(where, tiles, workspace.shape.channels)
     with stream_on(where, result.device) as stream:
         extension().sent_products(
             kind=_kind("send", xs, ws, tile),
@@ -229,10 +229,11 @@ def send_tile(
     ws: Sequence[Tensor],
     rows: int,
     width: int,
-    inner: int,
-    blocks: int,
 ) -> Tile:
-    """The tile of linear_reduce_scatter, equal on all ranks, of those that the chunks have room for."""
+    """The tile of linear_reduce_scatter, of those that the chunks have room for.
+
+    Equal on all ranks, so it does not depend on K, which may differ between them.
+    """
     known = KERNELS["send", *_layouts("send", xs, ws)]
     fitting = [t for t in known if t.block_m * t.block_n * 2 <= workspace.shape.chunk]
     if not fitting or workspace.shape.depth < 2:
@@ -240,7 +241,7 @@ def send_tile(
             f"{where}: {workspace.shape}; a tile needs chunk="
             f"{min(t.block_m * t.block_n * 2 for t in known)} and depth=2 or more"
         )
-    return _products.choose(fitting, rows, width, inner, blocks)
+    return _products.choose(fitting, rows, width, COMMON_INNER, workspace.shape.channels)
 
 
 def _await(
