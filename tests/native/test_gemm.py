@@ -179,7 +179,8 @@ def test_chosen_tile_is_the_fastest_of_the_model(rows, columns, inner, blocks):
 
 
 @pytest.mark.skipif(
-    not CudaSupport.current().gemm_images, reason="_cuda is not built with Hopper products"
+    not CudaSupport.current().gemm_images,
+    reason="nvcc is not installed, or CUTLASS was not found: no Hopper products",
 )
 def test_kernels_are_those_of_the_module():
     module = importlib.import_module("tp_kernels._cuda")
