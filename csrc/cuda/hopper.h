@@ -1,6 +1,6 @@
 // What the products of sm_90 ask of the processor: transaction barriers, tensor loads (TMA), products of
-// warpgroups (wgmma). On the device these are atoms of CUTLASS; on the host csrc/tests/simt_hopper.h
-// computes what they do, late enough that missing waits show.
+// warpgroups (wgmma). On the device loads and products are atoms of CUTLASS; on the host
+// csrc/tests/simt_hopper.h computes what all of them do, late enough that missing waits show.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,6 @@
 #include <cute/arch/copy_sm90_desc.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/arch/mma_sm90_gmma.hpp>
-#include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
 #else
 #include "simt_hopper.h"
@@ -67,19 +66,40 @@ TPK_DEVICE void give_registers() {
 }
 
 // A phase ends when `count` arrivals have come and all bytes that were announced. One waits for the
-// phase of parity 0 first, then 1, 0, ...; the phase before the first, of parity 1, is over.
+// phase of parity 0 first, then 1, 0, ...; the phase before the first, of parity 1, is over. Not CUTLASS's:
+// those do not tell the compiler that memory has changed, and what passes here is also plain data.
 struct Barrier {
   std::uint64_t word;
 
-  TPK_DEVICE void init(int count) { cutlass::arch::ClusterBarrier::init(&word, count); }
-  TPK_DEVICE void arrive() { cutlass::arch::ClusterBarrier::arrive(&word); }
-  TPK_DEVICE void arrive_and_expect(int bytes) {
-    cutlass::arch::ClusterTransactionBarrier::arrive_and_expect_tx(&word, bytes);
+  TPK_DEVICE void init(int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&word)), "r"(count)
+                 : "memory");
   }
-  TPK_DEVICE void wait(std::uint32_t parity) { cutlass::arch::ClusterBarrier::wait(&word, parity); }
+  TPK_DEVICE void arrive() {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&word)) : "memory");
+  }
+  TPK_DEVICE void arrive_and_expect(int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                     shared_address(&word)),
+                 "r"(bytes)
+                 : "memory");
+  }
+  TPK_DEVICE void wait(std::uint32_t parity) {
+    std::uint32_t over = 0;
+    while (!over) {
+      asm volatile(
+          "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;"
+          " selp.b32 %0, 1, 0, p; }"
+          : "=r"(over)
+          : "r"(shared_address(&word)), "r"(parity)
+          : "memory");
+    }
+  }
 };
 // Between initialisation of barriers and a barrier of the block.
-TPK_DEVICE void fence_barriers() { cutlass::arch::fence_barrier_init(); }
+TPK_DEVICE void fence_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 
 // What other units than this one's own threads load next comes after what this thread has observed.
 TPK_DEVICE void fence_observed_for_loads() { asm volatile("fence.proxy.async.global;" ::: "memory"); }

@@ -179,7 +179,8 @@ def test_chosen_tile_is_the_fastest_of_the_model(rows, columns, inner, blocks):
 
 
 @pytest.mark.skipif(
-    not CudaSupport.current().gemm_images, reason="_cuda is not built with Hopper products"
+    not CudaSupport.current().gemm_images,
+    reason="nvcc is not installed, or CUTLASS was not found: no Hopper products",
 )
 def test_kernels_are_those_of_the_module():
     module = importlib.import_module("tp_kernels._cuda")
@@ -390,3 +391,12 @@ def test_activations_are_numbered_as_in_the_kernels():
     names = ["none" if one is None else one for one in gemm.ACTIVATIONS]
     assert "{ " + ", ".join(names) + " }" in source.read_text()
     assert f"kMostPairs = {_products.MOST_PAIRS};" in source.read_text()
+
+
+@pytest.mark.parametrize("name", ["device.h", "hopper.h"])
+def test_instructions_tell_the_compiler_that_memory_changes(name):
+    """Or it would move plain data over a barrier or a flag, which no test on the host could show."""
+    source = (Path(__file__).parents[2] / "csrc/cuda" / name).read_text()
+    statements = [part.split(";\n")[0] for part in source.split("asm volatile(")[1:]]
+    assert statements
+    assert [one for one in statements if '"memory"' not in one] == []
