@@ -21,6 +21,7 @@ VARIANTS = {
     "address": ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
 }
 RACE = "data race"
+EARLY = "a block waits that has let the next kernel start"
 WRONG = "is false"  # of CHECK
 OTHER = ", "  # of CHECK_EQUAL, which names both values
 
@@ -34,7 +35,7 @@ class Mutant:
         path: of the file under csrc.
         changes: (text, replacement); each text is there exactly once.
         test: "program.test" that finds it.
-        finding: what it says.
+        finding: what it says, a regular expression.
         variant: of VARIANTS, which the program is compiled as.
     """
 
@@ -95,7 +96,7 @@ MUTANTS = (
         "observed_without_barrier",
         "cuda/channel.h",
         (("c.alive = !sync_block_or(failed);", "c.alive = !failed;"),),
-        *(BITS, RACE, "thread"),
+        *(BITS, f"{RACE}|{EARLY}", "thread"),
     ),
     Mutant(
         "store_without_release",
@@ -151,7 +152,7 @@ MUTANTS = (
                 "    let_start(true);\n    sum_lines",
             ),
         ),
-        *(BITS, "a block waits that has let the next kernel start"),
+        *(BITS, EARLY),
     ),
     # Reuse of buffers.
     Mutant(
@@ -243,7 +244,7 @@ MUTANTS = (
         "failed_workspace_used",
         "cuda/channel.h",
         (("load_relaxed(w.record + kState) == kIntact}", "true}"),),
-        *("test_cuda_faults.failed_rank_is_silent", OTHER),
+        *("test_cuda_faults.failed_rank_is_silent", f"{OTHER}|{WRONG}"),
     ),
     Mutant(
         "failed_record_waited_for",
