@@ -49,7 +49,7 @@ void test_alignment() {
   for (const Kernel kernel : kKernels) {
     std::vector<Call> calls;
     for (const Dtype dtype : kDtypes) {
-      for (const auto& [shift, out_shift] : {std::pair{0, 1}, {1, 0}, {1, 1}, {3, 2}}) {
+      for (const auto& [shift, out_shift] : {std::pair{0, 1}, {1, 0}, {3, 2}}) {
         Call call{kernel, dtype, 5, 16};
         call.shift = shift;
         call.out_shift = out_shift;
@@ -65,7 +65,7 @@ void test_in_place() {
   for (const Kernel kernel : {Kernel::one_shot, Kernel::two_shots, Kernel::by_switch}) {
     std::vector<Call> calls = calls_of(kernel, 5);
     for (Call& call : calls) call.in_place = true;
-    run_calls(calls, 3, {});
+    run_calls(calls, 2, {});
   }
 }
 
@@ -101,7 +101,9 @@ void test_epochs_wrap() {
 void test_stale_buffers() {
   ExchangeOptions options;
   options.left = std::byte{0x3f};
-  for (const Kernel kernel : kKernels) run_calls(calls_of(kernel, 9), 2, options);
+  for (const Kernel kernel : kKernels) {
+    run_calls({{kernel, Dtype::float32, 33, 7}, {kernel, Dtype::float16, 7, 5}}, 2, options);
+  }
 }
 
 // Numbers that are not ordinary: both zeros, the smallest and the largest, infinity and NaN.

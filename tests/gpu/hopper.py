@@ -87,8 +87,8 @@ def products_by_groups() -> None:
             w = laid_out(w[: width // 8 * 8], seed) if seed % 2 else w
             out = torch.full((rows, w.shape[0]), torch.nan, dtype=dtype, device="cuda")
             counters = torch.zeros(len(groups), dtype=torch.int32, device="cuda")
-            gemm.signalled_linear(x, w, groups, out, counters, reserved=seed)
-            block_m, block_n = gemm.signalled_tile(x, w)
+            gemm.signalled_linear([x], [w], groups, out, counters, reserved=seed)
+            block_m, block_n = gemm.signalled_tile([x], [w])
             tiles = [groups.tiles(g, block_m, block_n, w.shape[0]) for g in range(len(groups))]
             assert counters.tolist() == tiles, (rows, world, dtype)
             expected = grouped([x.cpu()], [w.cpu()], groups)
@@ -213,7 +213,7 @@ def time_groups(name: str) -> dict[str, Any]:
 
     def fused() -> None:
         counters.zero_()
-        gemm.signalled_linear(x, w, groups, out, counters, reserved=0)
+        gemm.signalled_linear([x], [w], groups, out, counters, reserved=0)
 
     fused()
     times.check_product(out, x, w)

@@ -143,15 +143,15 @@ def huge(rows: int, columns: int) -> Tensor:
     ],
 )
 def test_signalled_obstacle(x, w, why):
-    found = gemm.signalled_obstacle(x, w)
+    found = gemm.signalled_obstacle([x], [w])
     assert found is not None and re.search(why, found), found
 
 
 def test_no_signalled_obstacle():
     x, w = random(100, 64), random(70, 64)
-    assert gemm.signalled_obstacle(x, w) is None
-    assert gemm.signalled_obstacle(x, random(64, 72).t()) is None
-    assert gemm.signalled_obstacle(x[:, :56], w[:, :56]) is None
+    assert gemm.signalled_obstacle([x], [w]) is None
+    assert gemm.signalled_obstacle([x], [random(64, 72).t()]) is None
+    assert gemm.signalled_obstacle([x[:, :56]], [w[:, :56]]) is None
 
 
 # Which tile.
@@ -200,8 +200,8 @@ def test_signalled_linear(launches):
     x, w = random(300, 136), random(136, 200).t()
     groups = RowGroups([100, 100, 100], 64)
     out, counters = torch.empty(300, 200).bfloat16(), torch.zeros(2, dtype=torch.int32)
-    gemm.signalled_linear(x, w, groups, out, counters, reserved=8)
-    tile = gemm.signalled_tile(x, w)
+    gemm.signalled_linear([x], [w], groups, out, counters, reserved=8)
+    tile = gemm.signalled_tile([x], [w])
     tiles = sum(groups.tiles(g, *tile, 200) for g in range(2))
     assert launches.pop("name") == "signalled_product"
     assert launches == {
@@ -224,8 +224,9 @@ def test_signalled_linear_leaves_multiprocessors_free(launches):
     x, w = random(4096, 64), random(4096, 64)
     groups = RowGroups([4096], 4096)
     counters = torch.zeros(1, dtype=torch.int32)
-    gemm.signalled_linear(x, w, groups, torch.empty(4096, 4096).bfloat16(), counters, reserved=20)
-    assert launches["blocks"] == MULTIPROCESSORS - 20
+    out = torch.empty(4096, 4096).bfloat16()
+    gemm.signalled_linear([x, x], [w, w], groups, out, counters, reserved=20)
+    assert launches["blocks"] == MULTIPROCESSORS - 20 and len(launches["pairs"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -237,14 +238,19 @@ def test_signalled_linear_leaves_multiprocessors_free(launches):
         ({"out": torch.empty(16, 8).bfloat16().t()}, UnsupportedError, "contiguous"),
         ({"counters": torch.zeros(3, dtype=torch.int32)}, ShapeError, "counters"),
         ({"counters": torch.zeros(2)}, UnsupportedError, "counters are torch.float32"),
-        ({"w": random(16, 24)}, ShapeError, r"expected \[M, K\] and \[N, K\]"),
-        ({"x": random(8, 60)[:, ::2], "w": random(16, 30)}, UnsupportedError, "TMA needs .*triton"),
+        ({"ws": [random(16, 24)]}, ShapeError, r"expected \[M, K\] and \[N, K\]"),
+        (
+            {"xs": [random(8, 60)[:, ::2]], "ws": [random(16, 30)]},
+            UnsupportedError,
+            "TMA needs .*triton",
+        ),
+        ({"xs": [random(8, 32)] * 2}, ShapeError, "expected pairs"),
     ],
 )
 def test_signalled_linear_refuses(launches, change, error, why):
     given = {
-        "x": random(8, 32),
-        "w": random(16, 32),
+        "xs": [random(8, 32)],
+        "ws": [random(16, 32)],
         "groups": RowGroups([8], 4),
         "out": torch.empty(8, 16).bfloat16(),
         "counters": torch.zeros(2, dtype=torch.int32),

@@ -453,7 +453,7 @@ def test_the_first_call_cannot_be_captured():
 
 
 def test_hopper_kernels_where_they_can():
-    """One pair that they take; its tiles are theirs."""
+    """Pairs that they take; the tiles are theirs."""
     own = Signals.__new__(Signals)
     own._product = mock.Mock()
     own._product.tiling_of.return_value = mock.Mock(block_m=16, block_n=16)
@@ -462,7 +462,7 @@ def test_hopper_kernels_where_they_can():
     groups, x, w = RowGroups([40], 32), torch.ones(40, 3), torch.ones(16, 3)
     for available, pairs, problem, expected in (
         (True, 1, None, [2, 2]),
-        (True, 2, None, [2, 1]),
+        (True, 2, None, [2, 2]),
         (True, 1, "strides", [2, 1]),
         (False, 1, None, [2, 1]),
     ):
@@ -475,7 +475,7 @@ def test_hopper_kernels_where_they_can():
         options = {"reserved": _signalled.RESERVED}
         if expected == [2, 2]:
             hopper.signalled_linear.assert_called_once_with(
-                x, w, groups, buffer, counters, **options
+                [x] * pairs, [w] * pairs, groups, buffer, counters, **options
             )
             own._product.linear_signalled.assert_not_called()
         else:

@@ -41,24 +41,30 @@ def multiprocessors(x: Tensor) -> int:
     return torch.cuda.get_device_properties(x.device).multi_processor_count
 
 
-def signalled_obstacle(x: Tensor, w: Tensor) -> str | None:
-    """Why signalled_linear does not take x [M, K] and w [N, K], or None."""
-    return _products.obstacle("signal", [x], [w])
+def signalled_obstacle(xs: Sequence[Tensor], ws: Sequence[Tensor]) -> str | None:
+    """Why signalled_linear does not take x_i [M, K_i] and w_i [N, K_i], or None."""
+    return _products.obstacle("signal", xs, ws)
 
 
-def signalled_tile(x: Tensor, w: Tensor) -> tuple[int, int]:
+def signalled_tile(xs: Sequence[Tensor], ws: Sequence[Tensor]) -> tuple[int, int]:
     """(block_m, block_n) of signalled_linear, whose tiles counters count."""
-    tile = _tile("signal", [x], [w], x.shape[0], w.shape[0], multiprocessors(x))
+    tile = _tile("signal", xs, ws, xs[0].shape[0], ws[0].shape[0], multiprocessors(xs[0]))
     return tile.block_m, tile.block_n
 
 
 def signalled_linear(
-    x: Tensor, w: Tensor, groups: RowGroups, out: Tensor, counters: Tensor, *, reserved: int
+    xs: Sequence[Tensor],
+    ws: Sequence[Tensor],
+    groups: RowGroups,
+    out: Tensor,
+    counters: Tensor,
+    *,
+    reserved: int,
 ) -> None:
-    """x w^T, group by group; every tile, when it is stored, adds 1 to the counter of its group.
+    """The sum of x_i w_i^T, group by group; every tile, when it is stored, adds 1 to its group's counter.
 
     Args:
-        x: [M, K], w: [N, K]; see signalled_obstacle.
+        xs, ws: [M, K_i] and [N, K_i]; see signalled_obstacle.
         groups: of the M rows.
         out: [M, N] of the dtype of x, contiguous, in the order of the groups.
         counters: int32 [len(groups)], zero.
@@ -68,24 +74,24 @@ def signalled_linear(
         ShapeError, UnsupportedError: before anything is launched.
     """
     where = "signalled_linear"
-    rows, width = x.shape[0], w.shape[0]
-    _check_pairs(where, "signal", [x], [w])
+    _check_pairs(where, "signal", xs, ws)
+    x, rows, width = xs[0], xs[0].shape[0], ws[0].shape[0]
     if groups.total != rows or out.shape != (rows, width) or counters.shape != (len(groups),):
         raise ShapeError(
-            f"{where}: x is {tuple(x.shape)}, w {tuple(w.shape)}, with {len(groups)} groups of "
+            f"{where}: x is {tuple(x.shape)}, w {tuple(ws[0].shape)}, with {len(groups)} groups of "
             f"{groups.total} rows; out is {tuple(out.shape)}, counters {tuple(counters.shape)}"
         )
     if out.dtype != x.dtype or counters.dtype != torch.int32:
         raise UnsupportedError(f"{where}: out is {out.dtype}, counters are {counters.dtype}")
     if not (out.is_contiguous() and counters.is_contiguous()):
         raise UnsupportedError(f"{where}: out and counters have to be contiguous")
-    tile = _tile("signal", [x], [w], rows, width, multiprocessors(x))
+    tile = _tile("signal", xs, ws, rows, width, multiprocessors(x))
     tiles = sum(groups.tiles(g, tile.block_m, tile.block_n, width) for g in range(len(groups)))
     blocks = _blocks(where, tiles, multiprocessors(x) - reserved)
     with stream_on(where, x.device) as stream:
         extension().signalled_product(
-            kind=_kind("signal", [x], [w], tile),
-            pairs=_pairs("signal", [x], [w]),
+            kind=_kind("signal", xs, ws, tile),
+            pairs=_pairs("signal", xs, ws),
             out=out.data_ptr(),
             counters=counters.data_ptr(),
             width=width,
@@ -332,7 +338,9 @@ def _check_pairs(where: str, policy: Policy, xs: Sequence[Tensor], ws: Sequence[
             raise ShapeError(
                 f"{where}: x is {tuple(x.shape)}, w {tuple(w.shape)}; expected [M, K] and [N, K]"
             )
-        if x.shape[0] != xs[0].shape[0] or (policy == "send" and w.shape[0] != ws[0].shape[0]):
+        if x.shape[0] != xs[0].shape[0] or (
+            policy in ("send", "signal") and w.shape[0] != ws[0].shape[0]
+        ):
             raise ShapeError(f"{where}: pairs have {x.shape[0]} and {xs[0].shape[0]} rows")
     if why := _products.obstacle(policy, xs, ws):
         raise UnsupportedError(f"{where}: {why}; {WAY_OUT}")

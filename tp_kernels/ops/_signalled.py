@@ -110,10 +110,10 @@ class Signals:
 
         Ranks may take different kernels: nobody else sees the tiles.
         """
-        hopper = self._hopper if len(xs) == 1 else None
-        if hopper is not None and hopper.signalled_obstacle(xs[0], ws[0]) is None:
-            block_m, block_n = hopper.signalled_tile(xs[0], ws[0])
-            hopper.signalled_linear(xs[0], ws[0], groups, buffer, counters, reserved=RESERVED)
+        hopper = self._hopper
+        if hopper is not None and hopper.signalled_obstacle(xs, ws) is None:
+            block_m, block_n = hopper.signalled_tile(xs, ws)
+            hopper.signalled_linear(xs, ws, groups, buffer, counters, reserved=RESERVED)
         else:
             tiling = self._product.tiling_of(xs[0], groups)
             block_m, block_n = tiling.block_m, tiling.block_n
