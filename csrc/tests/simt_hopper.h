@@ -181,8 +181,8 @@ inline void make_some_loads() {
   Loads& all = loads();
   all.dice = all.dice * 1664525u + 1013904223u;
   const std::uint32_t dice = all.dice >> 8;
-  if (all.count == 0 || dice % 16 != 0) return;
-  Loads::Load& load = all.load[dice / 16 % all.count];
+  if (all.count == 0 || dice % 4 != 0) return;
+  Loads::Load& load = all.load[dice / 4 % all.count];
   const TensorMap* map = load.map;
   Barrier* barrier = load.barrier;
   std::byte* to = load.to;
