@@ -136,7 +136,8 @@ def awaited_linear(
     columns = sum(y.shape[1] for y in ys)
     tile = _tile("await_rows", [gathered] * len(ws), ws, rows, columns, multiprocessors(x))
     across = sum(-(-y.shape[1] // tile.block_n) for y in ys)
-    tiles = (-(-rows // tile.block_m) + workspace.world) * across
+    # Turns of the order of arrival, of which those of ranks with fewer rows are left out.
+    tiles = workspace.world * (-(-division.most // tile.block_m) + 1) * across
     places = [
         (y.data_ptr(), biases[i].contiguous().data_ptr() if biases else 0, rows, y.shape[1])
         for i, y in enumerate(ys)

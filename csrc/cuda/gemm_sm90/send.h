@@ -133,7 +133,7 @@ class Send {
       TPK_UNROLL
       for (int k = 0; k < kLines; ++k) {
         const std::int32_t line = first + k * kThreads;
-        if (line < count) own[k] = load<Line>(mine + line * kLineBytes);
+        own[k] = line < count ? load<Line>(mine + line * kLineBytes) : Line{};
       }
       auto totals = sum_of_ranks<Number, kRanks, kLines>(channel_, epoch, first, kThreads, count, own);
       TPK_UNROLL
