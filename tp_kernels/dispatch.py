@@ -15,7 +15,7 @@ from .comm.cuda_support import Kernel, native_obstacle
 from .comm.devices import MOST_RANKS
 from .comm.errors import UnsupportedError
 from .comm.group import ParallelGroup, as_group
-from .comm.group_size import counts_of, rows_of_group
+from .comm.group_size import counts_of, measured_key, rows_of_group
 from .comm.host_slot import REDUCIBLE
 from .comm.regions import region_obstacle
 from .comm.triton_support import first_obstacle, triton_obstacle
@@ -197,16 +197,17 @@ def _by_groups(
     """How the process group takes part."""
     counts = counts_of(operation, rows, group.size)
     size = rows_of_group(group, operation, counts, width, dtype, device)
-    count = -(-max(counts) // size)
+    measured = measured_key(operation, counts, width, dtype, device) in group.group_sizes
+    travels = f"{-(-max(counts) // size)} groups of {size} rows{' (measured)' * measured}"
     if operation in GATHERS:
-        return f"the process group gathers {count} groups of {size} rows, products follow it"
+        return f"the process group gathers {travels}, products follow it"
     why_not = native_obstacle(group.cuda_support, "gemm")
     engine = (
         f"the Triton kernel ({why_not})"
         if why_not
         else "the Hopper kernels of _cuda, where they can"
     )
-    return f"the process group sends {count} groups of {size} rows; products by {engine}"
+    return f"the process group sends {travels}; products by {engine}"
 
 
 def _decide(

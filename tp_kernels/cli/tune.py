@@ -59,7 +59,7 @@ class Answer:
     """What rank 0 reports: by product the result and the built-in choice, and what there is to say."""
 
     hardware: Hardware
-    found: list[tuple[Product, Tuned, Tiling]]
+    found: list[tuple[Product, Tuned[Tiling], Tiling]]
     notes: list[str]
 
 

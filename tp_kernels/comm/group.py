@@ -118,6 +118,7 @@ class ParallelGroup:
         self._memories: weakref.WeakSet[SymmetricMemory] = weakref.WeakSet()  # of `new_memory`
         self._transport: ProcessGroupTransport | None = None
         self.decisions: dict[Any, Any] = {}  # what dispatch chose, by shape: see dispatch.py
+        self.group_sizes: dict[tuple[object, ...], int] = {}  # measured: see planning/groups.py
         self.calls: defaultdict[tuple[str, str], int] = defaultdict(int)  # by (op, implementation)
         self._closed = False
         # Of P2PChannel; they fail and close with the group.

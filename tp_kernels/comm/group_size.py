@@ -102,10 +102,16 @@ def rows_of_group(
     dtype: torch.dtype,
     device: str,
 ) -> int:
-    """Rows of each of `counts` in a group of `operation`, the same on all ranks."""
+    """Rows of each of `counts` in a group of `operation`, the same on all ranks.
+
+    As planning/groups.py has measured them for `group`, or else by the model.
+    """
+    measured = group.group_sizes.get(measured_key(operation, counts, width, dtype, device))
+    if measured is not None:
+        return measured
     if device == "cpu":
         return INTERPRETED_ROWS
-    crossings = CROSSINGS.get(operation.removesuffix(".backward"), 1)
+    crossings = crossings_of(operation)
     key = ("rows_of_group", crossings, tuple(counts), width, dtype)
     size: int | None = group.decisions.get(key)
     if size is None:
@@ -120,6 +126,17 @@ def rows_of_group(
         )
         group.decisions[key] = size
     return size
+
+
+def measured_key(
+    operation: str, counts: Sequence[int], width: int, dtype: torch.dtype, device: str
+) -> tuple[object, ...]:
+    """What a measured size is kept by: as sizes do, it depends on no more of an operation than crossings."""
+    return crossings_of(operation), tuple(counts), width, dtype, device
+
+
+def crossings_of(operation: str) -> int:
+    return CROSSINGS.get(operation.removesuffix(".backward"), 1)
 
 
 def counts_of(operation: str, rows: int, world: int) -> list[int]:

@@ -8,6 +8,7 @@
 """
 
 from .cache import Entry, default_path
+from .groups import GroupRows, tune_groups
 from .hardware import Hardware
 from .products import Product, tune_product
 from .table import TuningTable, load, save
@@ -17,6 +18,7 @@ from .tuner import Limits, Subject, Timing, Tuned, tune
 __all__ = [
     "OPERATIONS",
     "Entry",
+    "GroupRows",
     "Hardware",
     "Limits",
     "Product",
@@ -30,6 +32,7 @@ __all__ = [
     "load",
     "save",
     "tune",
+    "tune_groups",
     "tune_product",
     "workspace_shape",
 ]

@@ -63,7 +63,7 @@ def tune_product(
     device: torch.device,
     limits: Limits | None = None,
     progress: Progress = lambda what, done, total: None,
-) -> Tuned:
+) -> Tuned[Tiling]:
     """The fastest tiling of `product` on the devices of `group`; the first candidate is the usual one.
 
     Collective, and raises, as `tune`; ranks must have equal hardware.
@@ -71,12 +71,16 @@ def tune_product(
     choices = candidates(Hardware.of(device), product.shape_class(group.size))
     subject = ProductSubject(group, product, device, choices)
     try:
-        return tune(group, choices, subject, limits, progress)
+        return tune(group, choices, subject, limits, progress, tile_of)
     finally:
         subject.close()
 
 
-def entry(product: Product, tuned: Tuned, built_in: Tiling) -> Entry:
+def tile_of(tiling: Tiling) -> str:
+    return f"{tiling.block_m} x {tiling.block_n} x {tiling.block_k}"
+
+
+def entry(product: Product, tuned: Tuned[Tiling], built_in: Tiling) -> Entry:
     """What the cache keeps of a result."""
     best, usual = tuned.timings[tuned.winner], tuned.timings.get(built_in)
     return Entry(

@@ -18,32 +18,37 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from time import perf_counter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from tp_kernels.comm.collectives import barrier
 from tp_kernels.comm.errors import GroupMismatchError, UnsupportedError
 from tp_kernels.comm.group import ParallelGroup
 from tp_kernels.comm.objects import all_gather_object
-from tp_kernels.kernels._gemm import Tiling
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+# What is chosen from, a frozen dataclass: tilings of a product, rows of a group.
+C = TypeVar("C", bound="DataclassInstance")
+C_contra = TypeVar("C_contra", contravariant=True)
 Progress = Callable[[str, int, int], None]  # what runs, steps done, steps in all
 
 MOST_CALLS = 200
 
 
-class Subject(Protocol):
-    """A product that can be computed with any tiling. Methods raise what they like if one does not work."""
+class Subject(Protocol[C_contra]):
+    """What can be computed with any candidate. Methods raise what they like if one does not work."""
 
-    def prepare(self, tiling: Tiling) -> None:
+    def prepare(self, candidate: C_contra, /) -> None:
         """Compile. Local: no rank waits for another."""
 
-    def digest(self, tiling: Tiling) -> str:
+    def digest(self, candidate: C_contra, /) -> str:
         """Compute; equal for results of equal bits on this rank. Collective."""
 
     def ready(self) -> None:
         """What a rank has to do before every timed call, not timed. Local."""
 
-    def seconds(self, tiling: Tiling) -> float:
+    def seconds(self, candidate: C_contra, /) -> float:
         """Compute; what it took on this rank, from a meeting of all ranks on. Collective."""
 
     def recover(self) -> None:
@@ -89,48 +94,52 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Tuned:
+class Tuned(Generic[C]):
     """What ranks agreed on; the same on all of them.
 
     Args:
-        winner: the tiling to use; the built-in choice unless another is faster beyond its spread.
+        winner: the candidate to use; the built-in choice unless another is faster beyond its spread.
         timings: of all candidates that ran.
         dropped: why the others have no timing.
     """
 
-    winner: Tiling
-    timings: dict[Tiling, Timing]
-    dropped: dict[Tiling, str]
+    winner: C
+    timings: dict[C, Timing]
+    dropped: dict[C, str]
 
 
 def tune(
     group: ParallelGroup,
-    candidates: Sequence[Tiling],
-    subject: Subject,
+    candidates: Sequence[C],
+    subject: Subject[C],
     limits: Limits | None = None,
     progress: Progress = lambda what, done, total: None,
-) -> Tuned:
+    label: Callable[[C], str] = str,
+) -> Tuned[C]:
     """Find the fastest of `candidates`, the first of which is the built-in choice. Collective.
+
+    `progress` is told the `label` of what runs.
 
     Raises:
         GroupMismatchError: ranks have different candidates or limits; on every rank.
         UnsupportedError: the built-in choice does not work, so there is nothing to compare with.
         PeerLostError, CollectiveTimeoutError: a rank has gone.
     """
-    session = _Session(group, candidates, subject, limits or Limits(), progress)
+    session = _Session(group, candidates, subject, limits or Limits(), progress, label)
     session.compare_bits()
     session.measure()
     return session.result()
 
 
-class _Session:
+class _Session(Generic[C]):
     def __init__(
         self,
         group: ParallelGroup,
-        candidates: Sequence[Tiling],
-        subject: Subject,
+        candidates: Sequence[C],
+        subject: Subject[C],
         limits: Limits,
         progress: Progress,
+        label: Callable[[C], str],
     ) -> None:
         plan = [[asdict(one) for one in candidates], asdict(limits)]
         if any(other != plan for other in all_gather_object(plan, group)):
@@ -138,10 +147,11 @@ class _Session:
                 f"rank {group.rank}: the ranks are to tune other candidates, or within other limits"
             )
         self.group, self.subject, self.limits, self.progress = group, subject, limits, progress
+        self.label = label
         self.built_in = candidates[0]
         self.running = list(candidates)
-        self.dropped: dict[Tiling, str] = {}
-        self.seconds: dict[Tiling, list[float]] = {}
+        self.dropped: dict[C, str] = {}
+        self.seconds: dict[C, list[float]] = {}
         self.begin = perf_counter()
         self.elapsed = 0.0  # on the slowest rank, when they last exchanged
         self.steps, self.done = len(candidates) * (1 + limits.rounds), 0
@@ -154,14 +164,14 @@ class _Session:
                 f"rank {self.group.rank}: the built-in choice {self.built_in} does not work: "
                 f"{self.dropped[self.built_in]}"
             )
-        for tiling in self.running[1:]:
+        for candidate in self.running[1:]:
             if self.elapsed > self.limits.seconds:
-                self._drop(tiling, f"no time left after {self.limits.seconds:g} s")
+                self._drop(candidate, f"no time left after {self.limits.seconds:g} s")
                 continue
-            digests = self._digests(tiling)
+            digests = self._digests(candidate)
             wrong = [rank for rank, one in enumerate(digests) if one != expected[rank]]
             if digests and wrong:
-                self._drop(tiling, f"other bits than the built-in choice on rank {wrong[0]}")
+                self._drop(candidate, f"other bits than the built-in choice on rank {wrong[0]}")
 
     def measure(self) -> None:
         """Rounds of turns; how many calls a turn has follows from a first one."""
@@ -170,36 +180,38 @@ class _Session:
             if turn and self.elapsed > self.limits.seconds:
                 break
             first = turn % len(self.running) if self.running else 0
-            for tiling in self.running[first:] + self.running[:first]:
-                self._step(tiling)
+            for candidate in self.running[first:] + self.running[:first]:
+                self._step(candidate)
                 if not turn:
-                    trial = self._turn(tiling, 1)
+                    trial = self._turn(candidate, 1)
                     if not trial:
                         continue
-                    calls[tiling] = self.limits.calls(trial[0])
-                self.seconds.setdefault(tiling, []).extend(self._turn(tiling, calls[tiling]))
+                    calls[candidate] = self.limits.calls(trial[0])
+                self.seconds.setdefault(candidate, []).extend(
+                    self._turn(candidate, calls[candidate])
+                )
 
-    def result(self) -> Tuned:
-        timings = {tiling: Timing.of(self.seconds[tiling]) for tiling in self.running}
+    def result(self) -> Tuned[C]:
+        timings = {candidate: Timing.of(self.seconds[candidate]) for candidate in self.running}
         if not timings:
             raise UnsupportedError(
                 f"rank {self.group.rank}: no candidate ran to the end: {self.dropped}"
             )
         # Of equal ones the first: `min` goes by the order of the candidates.
-        winner = min(timings, key=lambda tiling: timings[tiling].median)
+        winner = min(timings, key=lambda candidate: timings[candidate].median)
         usual = timings.get(self.built_in)
         if usual is not None and timings[winner].median >= usual.p10:
             winner = self.built_in
         return Tuned(winner, timings, self.dropped)
 
-    def _digests(self, tiling: Tiling) -> list[Any]:
+    def _digests(self, candidate: C) -> list[Any]:
         """Of the result of every rank; none if some rank has none."""
-        self._step(tiling)
-        if not self._together(tiling, lambda: self.subject.prepare(tiling)):
+        self._step(candidate)
+        if not self._together(candidate, lambda: self.subject.prepare(candidate)):
             return []
-        return self._together(tiling, lambda: self.subject.digest(tiling), collective=True)
+        return self._together(candidate, lambda: self.subject.digest(candidate), collective=True)
 
-    def _turn(self, tiling: Tiling, calls: int) -> list[float]:
+    def _turn(self, candidate: C, calls: int) -> list[float]:
         """Seconds of each call on its slowest rank; none if some rank failed."""
         warm = int(calls > 1)
 
@@ -215,20 +227,20 @@ class _Session:
                 barrier(self.group)
                 if failure is None:
                     try:
-                        seconds.append(self.subject.seconds(tiling))
+                        seconds.append(self.subject.seconds(candidate))
                     except Exception as error:
                         failure = error
             if failure is not None:
                 raise failure
             return seconds[warm:]
 
-        ranks = self._together(tiling, run, collective=True)
+        ranks = self._together(candidate, run, collective=True)
         return [max(call) for call in zip(*ranks, strict=True)]
 
     def _together(
-        self, tiling: Tiling, action: Callable[[], Any], *, collective: bool = False
+        self, candidate: C, action: Callable[[], Any], *, collective: bool = False
     ) -> list[Any]:
-        """What `action` gives on each rank; nothing, and the tiling is dropped, if it fails on any."""
+        """What `action` gives on each rank; nothing, and the candidate is dropped, if it fails on any."""
         outcome, failure = None, ""
         try:
             outcome = action()
@@ -238,18 +250,16 @@ class _Session:
         self.elapsed = max(elapsed for _, _, elapsed in found)
         failures = [f"rank {rank}: {text}" for rank, (text, _, _) in enumerate(found) if text]
         if failures:
-            self._drop(tiling, "; ".join(failures))
+            self._drop(candidate, "; ".join(failures))
             if collective:
                 self.subject.recover()
             return []
         return [outcome for _, outcome, _ in found]
 
-    def _drop(self, tiling: Tiling, why: str) -> None:
-        self.dropped[tiling] = why
-        self.running = [one for one in self.running if one != tiling]
+    def _drop(self, candidate: C, why: str) -> None:
+        self.dropped[candidate] = why
+        self.running = [one for one in self.running if one != candidate]
 
-    def _step(self, tiling: Tiling) -> None:
-        self.progress(
-            f"{tiling.block_m} x {tiling.block_n} x {tiling.block_k}", self.done, self.steps
-        )
+    def _step(self, candidate: C) -> None:
+        self.progress(self.label(candidate), self.done, self.steps)
         self.done += 1
