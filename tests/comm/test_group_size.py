@@ -108,6 +108,7 @@ def group_of(capabilities: list[int], reachable: bool) -> SimpleNamespace:
         devices=[DeviceIdentity(i, uuid, tuple(ids)) for i, uuid in enumerate("ab")],
         triton_support=[TritonSupport(None, False, one) for one in capabilities],
         decisions={},
+        group_sizes={},
     )
 
 
