@@ -15,13 +15,12 @@ from .comm.cuda_support import Kernel, native_obstacle
 from .comm.devices import MOST_RANKS
 from .comm.errors import UnsupportedError
 from .comm.group import ParallelGroup, as_group
-from .comm.group_size import counts_of, measured_key, rows_of_group
+from .comm.group_size import GATHERS, counts_of, measured_key, rows_of_group
 from .comm.host_slot import REDUCIBLE
 from .comm.regions import region_obstacle
 from .comm.triton_support import first_obstacle, triton_obstacle
 
 IMPLEMENTATIONS = ("reference", "chunked", "host", "triton", "cuda")
-GATHERS = ("all_gather_linear", "linear_reduce_scatter.backward")
 OPERATIONS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce", "copy_linear")
 
 # Rows from which pieces are worth a collective each: below, the latency of a second gloo or NCCL call
@@ -167,7 +166,7 @@ def direct_obstacle(
     if operation in GATHERS:
         if width % 8:
             return f"rows of {width} elements do not all begin on 16 bytes, as Hopper products need"
-        staged = nbytes // group.size
+        staged = -(-rows // group.size) * width * dtype.itemsize
         if staged > STAGED_BYTES:
             return (
                 f"{staged} bytes of rows on a rank, more than the {STAGED_BYTES} of staging memory"
@@ -178,7 +177,11 @@ def direct_obstacle(
 def _native_obstacle(group: ParallelGroup, kernel: Kernel, device: str) -> str | None:
     if device == "cpu":
         return "CPU tensors have no kernels in CUDA C++"
-    return native_obstacle(group.cuda_support, kernel) or region_obstacle(group, device)
+    return (
+        native_obstacle(group.cuda_support, kernel)
+        or triton_obstacle(group.triton_support, device)  # a workspace has room for its tiles
+        or region_obstacle(group, device)
+    )
 
 
 def _how(
@@ -187,6 +190,8 @@ def _how(
     """How "cuda" runs it."""
     why_not = direct_obstacle(operation, group, rows, width, dtype, device)
     if why_not is None:
+        if operation in GATHERS:
+            return "the copy engine brings the rows of the peers to products of _cuda"
         return "kernels of _cuda write straight to the memory of the peers"
     return f"{_by_groups(operation, group, rows, width, dtype, device)}; not to peers: {why_not}"
 
@@ -201,7 +206,7 @@ def _by_groups(
     travels = f"{-(-max(counts) // size)} groups of {size} rows{' (measured)' * measured}"
     if operation in GATHERS:
         return f"the process group gathers {travels}, products follow it"
-    why_not = native_obstacle(group.cuda_support, "gemm")
+    why_not = "CPU tensors" if device == "cpu" else native_obstacle(group.cuda_support, "gemm")
     engine = (
         f"the Triton kernel ({why_not})"
         if why_not

@@ -23,6 +23,7 @@ from tp_kernels.comm.group_size import (
     Rates,
     candidates,
     group_size,
+    measured_key,
     rates_of,
     rows_of_group,
     seconds,
@@ -98,6 +99,13 @@ def test_the_guessed_inner_size_costs_little(counts, n, k, link):
 
     guessed = group_size(counts, n, model.INNER * n // 8, 2, 1.0, rates)
     assert taken(guessed) <= 1.1 * taken(group_size(counts, n, k, 2, 1.0, rates))
+
+
+def test_what_is_measured_for_one_op_is_not_for_another():
+    given = ([20, 20], 64, torch.bfloat16, "cuda")
+    keys = [measured_key(op, *given) for op in ("linear_reduce_scatter", "all_gather_linear")]
+    assert keys[0] != keys[1] == measured_key("linear_reduce_scatter.backward", *given)
+    assert keys[0] == measured_key("all_gather_linear.backward", *given)
 
 
 def group_of(capabilities: list[int], reachable: bool) -> SimpleNamespace:

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from tests.gpu import times
-from tests.gpu.native import built
 from tests.gpu.processes import CASES, DEVICE, WORLD, call_ops
 from tests.gpu.runner import Check, Skipped
 from tests.kernels.body import whole_numbers
 from tests.oracle import HALVES, digest
 from tp_kernels import Ranks, split_sizes
+from tp_kernels.comm.cuda_support import CudaSupport
 from tp_kernels.comm.devices import OVERLAP
 from tp_kernels.comm.layout import Division
 from tp_kernels.comm.row_groups import RowGroups
@@ -45,6 +45,7 @@ SUMS = ((37, 130, (72,)), (300, 520, (136, 64)), (2100, 272, (256,)))
 GATHERS = ((37, (130,), 72), (300, (520, 64), 136), (2100, (272,), 256))
 CHUNK = 1 << 16  # a tile of 128 x 256 elements in 16 bits
 LATE = 2_000_000  # clocks
+CALLS = 4
 STRAIGHT = [
     replace(case, implementation="cuda")
     for case in CASES
@@ -54,9 +55,8 @@ STRAIGHT = [
 
 def usable() -> None:
     """Skip the check where there are no such kernels."""
-    built()
-    if torch.cuda.get_device_capability() != (9, 0):
-        raise Skipped("products on Hopper need compute capability 9.0")
+    if why := CudaSupport.current().obstacle("gemm"):
+        raise Skipped(why)
 
 
 def checks() -> Iterator[Check]:
@@ -120,8 +120,9 @@ def tiles_to_owners() -> None:
                 xs, ws = moved[rank]
                 return gemm.linear_reduce_scatter(xs, ws, workspace, bias=added)
 
-            ranks.rehearse(partial(call, -1))
-            results = [ranks.launch(partial(call, late % world)) for late in range(4)]
+            # With memory for all results: none is to be asked for while a kernel waits for another.
+            ranks.rehearse(lambda rank, ws, call=call: [call(-1, rank, ws) for _ in range(CALLS)])
+            results = [ranks.launch(partial(call, late % world)) for late in range(CALLS)]
             ranks.check()
             xs = [torch.cat([x for x, _, _ in pairs], 1) for pairs in drawn]
             ws = [torch.cat([w for _, w, _ in pairs], 1) for pairs in drawn]
@@ -143,7 +144,10 @@ def rows_that_come_late() -> None:
         ]
         dy = whole_numbers((rows, 8, 64), dtype, 0, seed + 7)[0].cuda()
         for rank in range(world):
-            workspace, *_peers = times.preset_workspaces(world)
+            workspaces = times.preset_workspaces(
+                world
+            )  # all are kept: kernels have their addresses
+            workspace = workspaces[rank]
             workspace.staging = (
                 torch.empty(whole.nbytes, dtype=torch.uint8, device="cuda"),
             ) * world
@@ -198,7 +202,7 @@ def ops_between_processes() -> dict[str, Any]:
     """The public ops with implementation="cuda", straight to the memory of the other process."""
     usable()
     with Ranks(WORLD, timeout=100.0, env={OVERLAP: "1"}) as ranks:
-        by_rank = ranks.run(call_ops, STRAIGHT, DEVICE)
+        by_rank = ranks.run(call_ops, STRAIGHT, DEVICE, "cuda")
     for case, *digests in zip(STRAIGHT, *by_rank, strict=True):
         assert all(one == digests[0] for one in digests), f"{case}: ranks have different bits"
     return {"world": WORLD, "cases": [str(case) for case in STRAIGHT]}

@@ -116,8 +116,11 @@ def ops_between_processes() -> dict[str, Any]:
     return {"world": WORLD, "cases": [str(case) for case in CASES]}
 
 
-def call_ops(cases: Sequence[Case], device: str) -> list[dict[str, str]]:
-    """Body of a rank: every case within the bounds of tests/oracle.py; digests of what ranks have alike."""
+def call_ops(cases: Sequence[Case], device: str, way: str = "") -> list[dict[str, str]]:
+    """Body of a rank: every case within the bounds of tests/oracle.py; digests of what ranks have alike.
+
+    way: of "cuda": "cuda" straight to the peers, "signals cuda" by the process group.
+    """
     digests = []
     if device != "cpu":
         torch.cuda.set_device(device)  # before the group is made
@@ -132,6 +135,7 @@ def call_ops(cases: Sequence[Case], device: str) -> list[dict[str, str]]:
             digests.append(oracle.check(case, results, group))
             name = case.op + (".backward" if case.op == "copy_linear" else "")
             assert set(group.stats()["calls"][name]) == {case.implementation}, group.stats()
+            assert not way or set(group.workspaces) == {way}, list(group.workspaces)
             if device != "cpu" and case.implementation == "triton":
                 with mock.patch.object(dispatch, "TRITON_PROVEN", True):  # as is to be shown here
                     choice = explain(

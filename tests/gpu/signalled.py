@@ -148,7 +148,7 @@ def in_turn() -> dict[str, Any]:
 def ops_over_gloo() -> dict[str, Any]:
     """The public ops with implementation="cuda", forward and backward."""
     with Ranks(WORLD, timeout=100.0) as ranks:
-        by_rank = ranks.run(call_ops, OVERLAPPED, "cuda:0")
+        by_rank = ranks.run(call_ops, OVERLAPPED, "cuda:0", "signals cuda")
     for case, *digests in zip(OVERLAPPED, *by_rank, strict=True):
         assert all(one == digests[0] for one in digests), f"{case}: ranks have different bits"
     return {"world": WORLD, "cases": [str(case) for case in OVERLAPPED]}

@@ -373,6 +373,22 @@ def test_awaited_linear(launches, no_copies):
     assert no_copies[0][2] is gathered
 
 
+def test_copies_of_biases_live_until_the_launch(launches, no_copies):
+    """Or the memory of one would be that of the next."""
+    ws = [random(32, 64), random(32, 64)]
+    biases = [random(64)[::2], random(64)[::2]]
+    gemm.awaited_linear(random(8, 64), ws, make(staging=1 << 20), bias=biases)
+    (_, first, *_), (_, second, *_) = launches["outs"]
+    assert first != second
+
+
+def test_awaited_products_leave_room_for_ranks_that_share_a_device(launches, no_copies):
+    workspace = make(staging=1 << 20)
+    workspace.programs = 3
+    gemm.awaited_linear(random(2000, 64), random(2000, 64), workspace)
+    assert launches["blocks"] == 3
+
+
 @pytest.mark.parametrize("of_gathered", [False, True])
 def test_awaited_weight_gradient(launches, no_copies, of_gathered):
     workspace = make(staging=1 << 20)

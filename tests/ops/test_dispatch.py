@@ -300,6 +300,7 @@ def choose_cuda() -> None:
         with pytest.raises(UnsupportedError, match="rank 0: CPU tensors need Triton's interpreter"):
             explained(device="cpu", implementation="cuda")
         group.triton_support = [TritonSupport(None, False, one) for one in (90, 80)]
+        group.cuda_support = [CudaSupport("not built")] * 2
         choice = explained()
         assert choice.implementation == "chunked"
         assert "never run on a GPU so far: ask for it with implementation='cuda'" in str(choice)
@@ -310,7 +311,7 @@ def choose_cuda() -> None:
             choice = explained()
             assert choice.implementation == "cuda"
             assert choice.reason.startswith("the process group sends ")
-            assert "rows; products by the Triton kernel (rank 0: _cuda is " in choice.reason
+            assert "rows; products by the Triton kernel (rank 0: _cuda is not built)" in choice.reason
             assert choice.rejected["triton"].startswith("ranks 0 and 1: compute capabilities")
             assert set(choice.rejected) == {"triton", "host", "reference", "chunked"}
             few = explained(255)
@@ -356,7 +357,8 @@ def explain_each() -> None:
         )
         with mock.patch.object(dispatch, "_native_obstacle", return_value=None):
             for operation in dispatch.OPERATIONS:
-                assert straight in reason(operation)
+                gathers = operation in dispatch.GATHERS
+                assert ("copy engine brings" if gathers else straight) in reason(operation)
             assert "more than 1048576, is worth" in reason("linear_all_reduce", out_features=256)
             assert "not torch.float32" in reason("linear_reduce_scatter", dtype=torch.float32)
             assert straight in reason("linear_all_reduce", dtype=torch.float32)

@@ -19,7 +19,13 @@ from torch import Tensor
 
 from tests.kernels.test_ops import cases
 from tests.oracle import HALVES, OPERATIONS, check, compute
-from tp_kernels import ParallelGroup, dispatch, linear_all_reduce_rms_norm
+from tp_kernels import (
+    GroupMismatchError,
+    ParallelGroup,
+    all_gather_linear,
+    dispatch,
+    linear_all_reduce_rms_norm,
+)
 from tp_kernels.native import _products
 from tp_kernels.ops import _peers, _workspace
 
@@ -148,6 +154,35 @@ def sum_and_norm() -> None:
         )
         assert called == ["all_reduce"] and torch.equal(total, s)
         torch.testing.assert_close(again, y, rtol=2**-7, atol=0)
+
+
+def test_ranks_that_want_other_kernels_are_told(interpreted):
+    """One of them records a gradient, so that its sum has other rounds."""
+    for error in interpreted(2).run(mix_kernels):
+        assert "ranks 0 and 1" in error or "ranks 1 and 0" in error, error
+
+
+def mix_kernels() -> str:
+    with ParallelGroup(timeout=30, implementation="cuda") as group, standing_in():
+        x, w, norm = torch.ones(2, 8), torch.ones(16, 8), torch.ones(16)
+        w.requires_grad_(group.rank == 0)
+        with pytest.raises(GroupMismatchError) as caught:
+            linear_all_reduce_rms_norm(x, w, norm, group=group)
+        return str(caught.value)
+
+
+def test_results_can_be_written_to(interpreted):
+    """No views, which autograd would forbid to write to."""
+    interpreted(2).run(write_to_results)
+
+
+def write_to_results() -> None:
+    with ParallelGroup(timeout=30, implementation="cuda") as group, standing_in() as called:
+        x = torch.randn(4, 16, dtype=torch.bfloat16, requires_grad=True)
+        ws = [torch.randn(n, 16, dtype=torch.bfloat16, requires_grad=True) for n in (8, 5)]
+        q, k = all_gather_linear(x, ws, group=group)
+        (q.mul_(2.0).sum() + k.sum()).backward()
+        assert called[0] == "awaited_linear" and x.grad is not None
 
 
 def test_operands_are_copied_only_where_they_have_to_be():

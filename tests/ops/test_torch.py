@@ -350,3 +350,31 @@ def trace() -> None:
         for op in (copy_linear, linear_all_reduce, linear_reduce_scatter, all_gather_linear):
             with pytest.raises(UnsupportedError, match=r"torch\.compile"):
                 torch.jit.trace(lambda x, op=op: op(x, w, group=group) + 1, (x,))
+
+
+@pytest.mark.parametrize("implementation", ["host", "triton", "cuda"])
+def test_gradients_with_a_pending_sign(interpreted, implementation):
+    """Conjugates hand on a gradient whose sign is a bit of the tensor; its memory has the other sign."""
+    interpreted(2).run(conjugate, implementation)
+
+
+def conjugate(implementation: str) -> None:
+    with ParallelGroup(timeout=20, implementation=implementation) as group:
+        for name, op in differentiable(group):
+            seen: list[bool] = []
+            gradients = []
+            for pending in (True, False):
+                torch.manual_seed(group.rank)
+                leaves = [torch.randn(4, 3, requires_grad=True) for _ in range(2)]
+                y = op(*leaves)
+                if pending:
+                    y.register_hook(lambda gradient, seen=seen: seen.append(gradient.is_neg()))
+                    z = torch.complex(torch.zeros_like(y), y).conj()
+                    (z.real + z.imag).sum().backward()
+                else:
+                    (-y).sum().backward()
+                gradients.append([leaf.grad for leaf in leaves])
+            assert seen == [True], name
+            for one, other in zip(*gradients, strict=True):
+                assert (one is None) == (other is None), name
+                assert one is None or torch.equal(one, other), name

@@ -60,8 +60,9 @@ class ParallelGroup:
             tensors its own timeout counts, since only the device waits.
         implementation: force one implementation of every op ("reference", "chunked", "host", "triton",
             "cuda").
-        check: compare op, dtype and shape over the ranks before every process-group collective and
-            Triton kernel. "auto" does so for CPU tensors; host memory always compares, at no cost.
+        check: compare op, dtype and shape over the ranks before every process-group collective and every
+            kernel that addresses peers. "auto" does so for CPU tensors; host memory always compares, at no
+            cost.
         window: bytes of one shared buffer; longer messages move in pieces of this size.
         communication_thread: whether a thread of its own sums what peers have published while this rank
             computes. "auto" does so where the affinity masks leave every rank a core for it. True or
@@ -294,7 +295,7 @@ class ParallelGroup:
         raise error from None
 
     def check(self) -> None:
-        """Raise if a Triton kernel of this group has given up waiting; waits for the current CUDA stream.
+        """Raise if a kernel of this group has given up waiting; waits for the current CUDA stream.
 
         A call of an op reports only what has been heard of the kernels before it: call this before results
         leave a GPU, or after replays of a graph.

@@ -33,13 +33,16 @@ INTERPRETED_ROWS = 16  # of a group, where nothing is hidden: one tile
 CROSSINGS = {"linear_all_reduce": 2, "copy_linear": 2}
 
 
+GATHERS = ("all_gather_linear", "linear_reduce_scatter.backward")
+
+
 @dataclass(frozen=True)
 class Rates:
     """What the model rests on; equal on all ranks.
 
     Args:
         flops: of all multiprocessors together, per second.
-        multiprocessors: that compute tiles.
+        multiprocessors: of the device; those left to the collectives are not taken off.
         link: bytes that a rank sends per second.
         latency: seconds that a group costs beside its bytes.
     """
@@ -131,8 +134,8 @@ def rows_of_group(
 def measured_key(
     operation: str, counts: Sequence[int], width: int, dtype: torch.dtype, device: str
 ) -> tuple[object, ...]:
-    """What a measured size is kept by: as sizes do, it depends on no more of an operation than crossings."""
-    return crossings_of(operation), tuple(counts), width, dtype, device
+    """What a measured size is kept by: of an operation, its crossings and whether rows come or go."""
+    return crossings_of(operation), operation in GATHERS, tuple(counts), width, dtype, device
 
 
 def crossings_of(operation: str) -> int:

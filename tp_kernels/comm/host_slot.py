@@ -30,6 +30,7 @@ OPERATIONS = {
     "triton linear_reduce_scatter": 25,
     "triton all_gather_linear": 26,
     "triton all_gather_weight_gradient": 27,
+    "triton all_reduce_rms_norm": 28,
     "broadcast": 32,
     "broadcast_object": 33,
     "all_gather_object": 34,

@@ -53,8 +53,9 @@ def ordered_sum(parts: Tensor | Sequence[Tensor], bias: Tensor | None, out: Tens
 class Pending:
     """A collective in flight; `wait()` returns its result.
 
-    It bounds the wait by the deadline. Of CUDA tensors the current stream waits and this thread goes on: a
-    deadline would make NCCL wait here, and could not be captured in a graph. The process group has its own.
+    It bounds the wait by the deadline. Of CUDA tensors, but over gloo, the current stream waits and this
+    thread goes on: a deadline would make NCCL wait here, and could not be captured in a graph. NCCL has its
+    own.
     """
 
     def __init__(self, transport: ProcessGroupTransport, work: Any, result: Any) -> None:
@@ -65,7 +66,7 @@ class Pending:
     def wait(self) -> Any:
         start = perf_counter()
         if self._work is not None:
-            if self._result.is_cuda:
+            if self._result.is_cuda and not self._transport.host_waits:
                 self._work.wait()
             else:
                 self._work.wait(self._transport.deadline)
@@ -84,6 +85,7 @@ class ProcessGroupTransport:
         self.size = size
         self.deadline = timedelta(seconds=timeout)
         self.check = check
+        self.host_waits = dist.get_backend(group) == "gloo"  # for CUDA tensors too
         self.seconds = 0.0
         self.abandoned: list[Any] = []  # transfers nobody waits for, with their memory
 

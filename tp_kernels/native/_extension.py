@@ -11,6 +11,8 @@ import torch
 
 from tp_kernels.comm.cuda_support import unavailable
 from tp_kernels.comm.errors import UnsupportedError
+from tp_kernels.comm.layout import Division
+from tp_kernels.comm.workspace import OPERATIONS, Workspace
 
 
 def extension() -> Any:
@@ -23,6 +25,26 @@ def extension() -> Any:
         return importlib.import_module("tp_kernels._cuda")
     except ImportError as error:
         raise UnsupportedError(f"kernels in CUDA C++: _cuda is {unavailable(error)}") from error
+
+
+def native_division(module: Any, division: Division) -> Any:
+    return module.Division(division.small, division.unit, division.larger)
+
+
+def native_workspace(module: Any, workspace: Workspace, operation: str) -> Any:
+    """What a kernel needs to know of `workspace`, with the name of `operation` for its record."""
+    shape = workspace.shape
+    return module.Workspace(
+        table=workspace.table.data_ptr(),
+        record=workspace.record.data_ptr(),
+        stride=shape.stride,
+        chunk=shape.chunk,
+        timeout=int(workspace.timeout * 1e9),
+        rank=workspace.rank,
+        world=shape.world,
+        depth=shape.depth,
+        operation=OPERATIONS[operation],
+    )
 
 
 @contextmanager

@@ -16,9 +16,9 @@ from tp_kernels.comm.exchanges import (
     result_of_all_reduce,
 )
 from tp_kernels.comm.layout import Division
-from tp_kernels.comm.workspace import OPERATIONS, Workspace, check_operand, result_like
+from tp_kernels.comm.workspace import Workspace, check_operand, result_like
 
-from ._extension import extension, stream_on
+from ._extension import extension, native_division, native_workspace, stream_on
 
 LINE = 16  # bytes of the widest access
 TILE = 4096  # bytes that a block moves at a time: below, another channel is not worth its signals
@@ -113,7 +113,7 @@ def reduce_scatter(x: Tensor, workspace: Workspace, *, out: Tensor | None = None
         type=_type(x),
         x=x.data_ptr(),
         out=out.data_ptr(),
-        division=_native(division),
+        division=native_division(extension(), division),
         part=part,
     )
     return out
@@ -149,7 +149,7 @@ def all_gather(
         piece=min(4, x.element_size()),
         x=x.data_ptr(),
         out=out.data_ptr(),
-        division=_native(division),
+        division=native_division(extension(), division),
         part=part,
     )
     return out
@@ -254,10 +254,6 @@ def _in_bytes(counts: list[int], row: int) -> Division:
     return Division(counts[-1] * row, counts.count(counts[0]) % len(counts), row)
 
 
-def _native(division: Division) -> Any:
-    return extension().Division(division.small, division.unit, division.larger)
-
-
 def _type(x: Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
 
@@ -269,17 +265,7 @@ def _address(tensor: Tensor | None) -> int:
 def _launch(name: str, workspace: Workspace, blocks: int, **arguments: Any) -> None:
     module = extension()
     with stream_on(f"{name} on rank {workspace.rank}", workspace.table.device) as stream:
-        native = module.Workspace(
-            table=workspace.table.data_ptr(),
-            record=workspace.record.data_ptr(),
-            stride=workspace.shape.stride,
-            chunk=workspace.shape.chunk,
-            timeout=int(workspace.timeout * 1e9),
-            rank=workspace.rank,
-            world=workspace.world,
-            depth=workspace.shape.depth,
-            operation=OPERATIONS[name],
-        )
+        native = native_workspace(module, workspace, name)
         getattr(module, name)(**arguments, workspace=native, blocks=blocks, stream=stream)
 
 

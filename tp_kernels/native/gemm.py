@@ -23,10 +23,10 @@ from torch import Tensor
 from tp_kernels.comm.errors import ShapeError, UnsupportedError
 from tp_kernels.comm.layout import Division
 from tp_kernels.comm.row_groups import RowGroups
-from tp_kernels.comm.workspace import OPERATIONS, Workspace
+from tp_kernels.comm.workspace import Workspace
 
 from . import _products
-from ._extension import extension, stream_on
+from ._extension import extension, native_division, native_workspace, stream_on
 from ._products import KERNELS, MOST, TYPES, Policy, Tile
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def signalled_linear(
             out=out.data_ptr(),
             counters=counters.data_ptr(),
             width=width,
-            division=_native(groups.division),
+            division=native_division(extension(), groups.division),
             size=groups.size,
             parts=groups.parts,
             tiles=tiles,
@@ -138,8 +138,9 @@ def awaited_linear(
     across = sum(-(-y.shape[1] // tile.block_n) for y in ys)
     # Turns of the order of arrival, of which those of ranks with fewer rows are left out.
     tiles = workspace.world * (-(-division.most // tile.block_m) + 1) * across
+    biases = [one.contiguous() for one in biases]  # copies have to live until the launch
     places = [
-        (y.data_ptr(), biases[i].contiguous().data_ptr() if biases else 0, rows, y.shape[1])
+        (y.data_ptr(), biases[i].data_ptr() if biases else 0, rows, y.shape[1])
         for i, y in enumerate(ys)
     ]
     _await(
@@ -206,6 +207,7 @@ def linear_reduce_scatter(
     ws = [w] if isinstance(w, Tensor) else list(w)
     _check_pairs(where, "send", xs, ws)
     _check_bias(where, ws[0], bias)
+    bias = None if bias is None else bias.contiguous()
     _check_world(where, workspace)
     rows, width = xs[0].shape[0], ws[0].shape[0]
     division = workspace.rows_of_ranks("linear_reduce_scatter", counts, rows)
@@ -219,10 +221,10 @@ def linear_reduce_scatter(
             kind=_kind("send", xs, ws, tile),
             pairs=_pairs("send", xs, ws),
             out=result.data_ptr(),
-            bias=0 if bias is None else bias.contiguous().data_ptr(),
+            bias=0 if bias is None else bias.data_ptr(),
             width=width,
-            division=_native(division),
-            workspace=_workspace(workspace, "linear_reduce_scatter"),
+            division=native_division(extension(), division),
+            workspace=native_workspace(extension(), workspace, "linear_reduce_scatter"),
             blocks=blocks,
             stream=stream,
         )
@@ -276,7 +278,7 @@ def _await(
         raise UnsupportedError(
             f"{where}: needs {needed} bytes of staging memory, the workspace has {room}; {WAY_OUT}"
         )
-    blocks = _blocks(where, tiles, multiprocessors(x))
+    blocks = _blocks(where, tiles, min(multiprocessors(x), workspace.programs or MOST))
     part = chunk_of(division.most * gathered.shape[1], x.element_size())
     with (
         gathered_by_copies(workspace, x.contiguous(), gathered, division),
@@ -286,8 +288,8 @@ def _await(
             kind=_kind(policy, xs, ws, tile),
             pairs=_pairs(policy, xs, ws),
             outs=places,
-            workspace=_workspace(workspace, operation),
-            division=_native(division),
+            workspace=native_workspace(extension(), workspace, operation),
+            division=native_division(extension(), division),
             width=gathered.shape[1],
             part=part,
             channels=1,  # as copies have
@@ -406,22 +408,3 @@ def _pairs(policy: Policy, xs: Sequence[Tensor], ws: Sequence[Tensor]) -> list[A
         module.ProductPair(matrix(x, k_major[0]), matrix(w, k_major[1]))
         for x, w in zip(xs, ws, strict=True)
     ]
-
-
-def _native(division: Division) -> Any:
-    return extension().Division(division.small, division.unit, division.larger)
-
-
-def _workspace(workspace: Workspace, operation: str) -> Any:
-    shape = workspace.shape
-    return extension().Workspace(
-        table=workspace.table.data_ptr(),
-        record=workspace.record.data_ptr(),
-        stride=shape.stride,
-        chunk=shape.chunk,
-        timeout=int(workspace.timeout * 1e9),
-        rank=workspace.rank,
-        world=shape.world,
-        depth=shape.depth,
-        operation=OPERATIONS[operation],
-    )

@@ -57,9 +57,12 @@ def linear_norm(
     epsilon: float,
 ) -> tuple[Tensor, Tensor]:
     """(y, s) [M, N] of x [M, K] and w [N, K]; see all_reduce_rms_norm.py."""
-    agree(group, "linear_all_reduce", x, w.shape[0], [x.shape[0]])
+    # Another name than that of `all_reduce`: a rank that wants a gradient makes other rounds.
+    agree(group, "all_reduce_rms_norm", x, w.shape[0], [x.shape[0]])
     partial = partial_product([x], [w])
-    residual = None if residual is None else residual.reshape(partial.shape)
+    # These do not pass `prepare`.
+    residual = None if residual is None else residual.resolve_neg().reshape(partial.shape)
+    weight = weight.resolve_neg()
     options = {"bias": bias, "residual": residual, "epsilon": epsilon}
     return launch(group, partial, "all_reduce_rms_norm", partial, weight, module=native, **options)
 
@@ -92,7 +95,10 @@ def all_gather(
     added = [_nonempty(b) for b in biases] or None
     options = {"counts": counts, "bias": added}
     ys, gathered = launch(group, x, "awaited_linear", x, used, module=gemm, **options)
-    return [y[:, : w.shape[0]] for y, w in zip(ys, ws, strict=False)], gathered
+    outs = [  # no views: autograd would forbid to write to them
+        y if w.shape[0] else y.new_empty(y.shape[0], 0) for y, w in zip(ys, ws, strict=False)
+    ]
+    return outs, gathered
 
 
 def weight_gradients_of_gathered(
@@ -110,7 +116,7 @@ def weight_gradients_of_gathered(
     dw, gathered = launch(group, x, "awaited_weight_gradient", x, used, module=gemm, counts=counts)
     others = [need and index != first for index, need in enumerate(needed)]
     dws = weight_gradients(dys, gathered, others)
-    dws[first] = dw[: dy.shape[1]]
+    dws[first] = dw if dy.shape[1] else dw.new_empty(0, dw.shape[1])
     return dws
 
 

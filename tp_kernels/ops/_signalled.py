@@ -56,7 +56,7 @@ class Signals:
                 f"rank {group.rank}: the first op that runs 'cuda' makes what a graph cannot capture; "
                 "call it once before"
             )
-        self.add: Add = import_together(group, not like.is_cuda, "cuda").sum_parts
+        self.add: Add = import_together(group, not like.is_cuda, "'cuda'").sum_parts
         self._hopper: ModuleType | None = None
         if like.is_cuda and native_obstacle(group.cuda_support, "gemm") is None:
             self._hopper = importlib.import_module("tp_kernels.native.gemm")

@@ -43,10 +43,10 @@ class GroupWorkspace:
         interpreted = device == "cpu"
         if not interpreted and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
-                f"rank {group.rank}: the first op that runs 'triton' makes memory, which a graph cannot "
-                "capture; call it once before"
+                f"rank {group.rank}: the first op that addresses its peers ('triton' or 'cuda') makes "
+                "memory, which a graph cannot capture; call it once before"
             )
-        self.kernels = kernels = import_together(group, interpreted, "triton")
+        self.kernels = kernels = import_together(group, interpreted, "'triton' or 'cuda'")
         shape = kernels.WorkspaceShape(group.size, *_sizes(like), DEPTH)
         staged = 0 if interpreted else STAGED_BYTES
         region = self._region = new_region(group, device, shape.nbytes + staged)
@@ -150,7 +150,7 @@ def _kernels() -> ModuleType:
     return importlib.import_module("tp_kernels.kernels")
 
 
-def import_together(group: ParallelGroup, interpreted: bool, implementation: str) -> ModuleType:
+def import_together(group: ParallelGroup, interpreted: bool, asked: str) -> ModuleType:
     """The kernels, imported on all ranks; if that fails on one, all of them raise."""
     problem = ""
     try:
@@ -163,7 +163,7 @@ def import_together(group: ParallelGroup, interpreted: bool, implementation: str
     answers = group.rendezvous.corner("kernels").exchange("import", problem)
     for rank, answer in enumerate(answers):
         if answer:
-            raise UnsupportedError(f"implementation={implementation!r}: rank {rank}: {answer}")
+            raise UnsupportedError(f"implementation={asked}: rank {rank}: {answer}")
     return kernels
 
 
@@ -180,6 +180,8 @@ def _sizes(like: Tensor) -> tuple[int, int]:
     chunk = max(tiling.chunk(dtype) for tiling, dtype in tilings)
     if like.is_cpu:
         return INTERPRETED_CHANNELS, chunk
-    return max(tiling.programs for tiling, _ in tilings), max(
+    # A block may take a multiprocessor: more of them would run one after the other.
+    resident = torch.cuda.get_device_properties(like.device).multi_processor_count
+    return min(resident, max(tiling.programs for tiling, _ in tilings)), max(
         chunk, LARGE.block_m * LARGE.block_n * 2
     )

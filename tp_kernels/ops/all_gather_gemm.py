@@ -182,7 +182,8 @@ def cuda(
     gathered = x.new_empty(groups.total, width)
     ys = [x.new_empty(groups.total, w.shape[0]) for w in ws]
     first = starts(counts)[group.rank]
-    own = signals_of(group, x)
+    with torch.cuda.device_of(x):
+        own = signals_of(group, x)
     with torch.cuda.device_of(x), own.forked() as beside:
         flying = []
         with beside:

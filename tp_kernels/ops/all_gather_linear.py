@@ -150,7 +150,7 @@ def _backward(ctx: Any, dys: list[Tensor]) -> tuple[Any, ...]:
     need_x, need_w, need_b = needed(ctx)[:3]
     rows = sum(ctx.counts)
     dys = [
-        x.new_zeros(rows, w.shape[0]) if dy is None else dy
+        x.new_zeros(rows, w.shape[0]) if dy is None else dy.resolve_neg()
         for dy, w in zip(dys, weights, strict=False)
     ]
     dx, *dws = _backward_op(

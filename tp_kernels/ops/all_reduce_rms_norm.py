@@ -140,7 +140,10 @@ def _fuses_on_peers(
     residual: Tensor | None,
     *others: Tensor | None,
 ) -> bool:
-    """Whether the sum is one of few rows by a kernel of _cuda, which may do the rest of it as well."""
+    """Whether the sum is one of few rows by a kernel of _cuda, which may do the rest of it as well.
+
+    Gradients, autocast and the dtype of the norm's weight have to be alike on all ranks.
+    """
     if group.size == 1 or not direct(x, weight, residual, *others):
         return False
     if torch.is_autocast_enabled(device_type(x)) or weight.dtype != x.dtype:

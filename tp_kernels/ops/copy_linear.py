@@ -97,7 +97,7 @@ def _backward(ctx: Any, dys: list[Tensor]) -> tuple[Any, ...]:
     x, *weights = ctx.saved_tensors
     need_x, need_w, need_b = needed(ctx)[:3]
     dys = [
-        x.new_zeros(*x.shape[:-1], w.shape[0]) if dy is None else dy
+        x.new_zeros(*x.shape[:-1], w.shape[0]) if dy is None else dy.resolve_neg()
         for dy, w in zip(dys, weights, strict=True)
     ]
     dx, *dws = _backward_op(dys, x, weights, need_x, list(need_w), ctx.group_name, ctx.impl)

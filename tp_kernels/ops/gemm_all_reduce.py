@@ -132,7 +132,8 @@ def cuda(
 ) -> Tensor:
     """One product; the process group sums its row groups as they are finished, see _signalled.py.
 
-    Several products are summed as in `triton`. Few rows are summed in the memory of the peers, see _peers.py.
+    Several products are summed as in `triton`. Few rows are summed in the memory of the peers, see
+    _peers.py; there each of several products is rounded.
     """
     rows = xs[0].shape[0]
     if _peers.applies("linear_all_reduce", group, xs[0], [rows], ws[0].shape[0], 1):

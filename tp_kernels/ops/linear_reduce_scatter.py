@@ -112,6 +112,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, w = ctx.saved_tensors
     need_x, need_w, need_b = needed(ctx)[:3]
+    dy = dy.resolve_neg()  # kernels see memory only
     dx, dw, db = _backward_op(
         dy, x, w, ctx.counts, need_x, need_w, ctx.has_bias and need_b, ctx.group_name, ctx.impl
     )

@@ -75,6 +75,7 @@ def tune_groups(
             "are no groups to choose"
         )
     subject = _Overlap(group, operation, rows, n, k, dtype, device)
+    subject.forget()  # what an earlier call has found: the first candidate is the model's
     built_in = GroupRows(rows_of_group(group, operation, *subject.shape))
     others = [GroupRows(size) for size in candidates(max(subject.shape[0]))]
     choices = [built_in, *(one for one in others if one != built_in)]

@@ -28,14 +28,19 @@ class Arrived {
   // theirs if they wait in vain.
   TPK_DEVICE bool wait(std::int64_t first, std::int64_t stop) const {
     const Workspace& w = of_.workspace;
+    bool fresh = false;
     for (int channel = 0; channel < of_.arrival.channels; ++channel) {
       const std::int32_t rounds = of_.arrival.rounds(first, stop, channel);
+      // An acquire empties the caches of the multiprocessor: not for what this thread has observed before.
+      if (rounds <= (channel == 0 ? seen_ : 0)) continue;
       const Wait wait{w.rank, w.operation, -1, static_cast<std::int32_t>(kDone), channel};
-      if (rounds > 0 && !await(word(w, w.rank, channel, kDone), rounds, wait, 2 * w.timeout, w.record)) {
+      if (!await(word(w, w.rank, channel, kDone), rounds, wait, 2 * w.timeout, w.record)) {
         return false;
       }
+      if (channel == 0) seen_ = rounds;
+      fresh = true;
     }
-    fence_observed_for_loads();
+    if (fresh) fence_observed_for_loads();
     return true;
   }
   // After the last wait of each block: the last block clears the flags.
@@ -53,6 +58,7 @@ class Arrived {
 
  private:
   const AwaitArguments& of_;
+  mutable std::int32_t seen_ = 0;  // rounds of channel 0, which is the only one of copies
 };
 
 // What both policies have in common: tiles of several products side by side.
@@ -78,7 +84,11 @@ class Await {
     Added added{};
     if (product.bias != nullptr) added = {product.bias + tile.column, 0};
     if (of_.add) added = {target.corner, target.pitch};
-    store_tile<Config>(sums, shared, target, added, of_.activation);
+    if (added.corner == nullptr) {  // apart: a constant null leaves out the checks of every element
+      store_tile<Config>(sums, shared, target, Added{}, of_.activation);
+    } else {
+      store_tile<Config>(sums, shared, target, added, of_.activation);
+    }
   }
   TPK_DEVICE void leave(Shared<Config>&) const {}
 
@@ -145,15 +155,15 @@ class AwaitSum : public Await<Config> {
     tile.row = static_cast<std::int32_t>(first);
     tile.rows = static_cast<std::int32_t>(
         larger(smaller(this->of_.products[tile.pair].rows - first, Config::kM), 0));
-    turn_ = 0;
+    turn_ = index_ = 0;
+    step_ = 1;
     return true;
   }
   TPK_DEVICE bool arrive(const Tile&) const { return true; }
   TPK_DEVICE std::int32_t block(std::int32_t, bool& alive) {
     const AwaitArguments& of = this->of_;
     const ArrivalOrder order{of.arrival.division, kBlockK, of.workspace.rank, of.workspace.world};
-    std::int64_t block = order.at(turn_++);
-    while (block < 0) block = order.at(turn_++);
+    const std::int64_t block = following(order);
     const std::int64_t first = block * kBlockK;
     const std::int64_t stop = smaller(first + kBlockK, this->arrived_.rows());
     // After one tile everything is there.
@@ -165,8 +175,26 @@ class AwaitSum : public Await<Config> {
   }
 
  private:
+  // order.at of the turns in order, without those that have no block and without its divisions: one thread
+  // asks for every stage.
+  TPK_DEVICE std::int64_t following(const ArrivalOrder& order) {
+    for (;;) {
+      const std::int32_t turn = turn_++;
+      if (turn < order.blocks(order.rank)) return order.first_block(order.rank) + turn;
+      int part = order.rank + step_;
+      if (part >= order.world) part -= order.world;
+      const std::int32_t index = index_;
+      if (++step_ == order.world) {
+        step_ = 1;
+        ++index_;
+      }
+      if (index < order.blocks(part)) return order.first_block(part) + index;
+    }
+  }
+
   std::int32_t place_ = block_index();
   std::int32_t turn_ = 0, waited_ = 0;
+  std::int32_t step_ = 1, index_ = 0;  // of the turns of peers: which peer, which of its blocks
 };
 
 }  // namespace tpk::device

@@ -37,7 +37,7 @@ Instance find(const Kind& kind) {
 }
 
 // The module is not linked to the driver.
-decltype(&cuTensorMapEncodeTiled) encoder() {
+decltype(&cuTensorMapEncodeTiled) find_encoder() {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
   cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault,
@@ -46,6 +46,11 @@ decltype(&cuTensorMapEncodeTiled) encoder() {
     throw std::runtime_error("the CUDA driver has no cuTensorMapEncodeTiled: it is older than 12.0");
   }
   return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+}
+
+decltype(&cuTensorMapEncodeTiled) encoder() {
+  static const auto function = find_encoder();  // if it throws, the next call looks again
+  return function;
 }
 
 // For loads of blocks of `block` rows, zero outside of the matrix.
@@ -90,10 +95,12 @@ template <class Arguments>
 void launch_product(const Kind& kind, const std::vector<Pair>& pairs, const Arguments& arguments,
                     const Grid& grid) {
   const Instance instance = find(kind);
-  Operands operands = operands_of(kind, pairs);
+  // First, because it makes the context of the device current in this thread: the encoder is of the driver
+  // and fails without one, as in autograd's thread.
   cudaError_t error = cudaFuncSetAttribute(
       instance.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, instance.shared_bytes);
   if (error == cudaSuccess) {
+    Operands operands = operands_of(kind, pairs);
     void* given[2] = {&operands, const_cast<Arguments*>(&arguments)};
     error = cudaLaunchKernel(instance.kernel, dim3(grid.blocks), dim3(instance.threads), given,
                              instance.shared_bytes, grid.stream);

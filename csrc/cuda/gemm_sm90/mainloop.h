@@ -198,6 +198,10 @@ TPK_DEVICE void run_products(const Operands& operands, const typename Policy::Ar
     shared.intact = Policy::intact(arguments);
     fence_barriers();
   }
+  if (thread_index() == 256) {  // or the first load waits for them
+    prefetch(&operands.a[0]);
+    prefetch(&operands.b[0]);
+  }
   sync_block();
   if (thread_index() < 256) {
     take_registers<(3 * 168 - Policy::kRegistersToLoad) / 2>();

@@ -149,8 +149,8 @@ class Send {
           }
         }
         std::uint16_t* to = of_.out + (down_ + line / kAcross) * of_.width + column;
-        put_line(reinterpret_cast<std::byte*>(to), (columns - column) * 2,
-                 narrow<Number>(totals.values[k]));
+        const auto left = static_cast<std::int32_t>(smaller(columns - column, 8));
+        put_line(reinterpret_cast<std::byte*>(to), left * 2, narrow<Number>(totals.values[k]));
       }
     }
   }
