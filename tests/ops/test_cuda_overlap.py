@@ -39,6 +39,7 @@ from tp_kernels import (
     ParallelGroup,
     PeerLostError,
     RankError,
+    Ranks,
     UnsupportedError,
     all_gather_linear,
     copy_linear,
@@ -175,7 +176,9 @@ def explain_on_cpu() -> None:
         ParallelGroup(timeout=30, implementation="cuda") as forcing,
         ParallelGroup(timeout=30) as group,
     ):
-        engine = "products by the Triton kernel (rank 0: _cuda is "
+        engine = (
+            "products by the Triton kernel (CPU tensors); not to peers: CPU tensors have no kernels"
+        )
         how = "linear_all_reduce: cuda (asked for; the process group sends 3 groups of 16 rows; "
         assert text(forcing).startswith(how + engine)
         assert text(group, implementation="cuda") == text(forcing)
@@ -184,7 +187,7 @@ def explain_on_cpu() -> None:
         )
         assert text(forcing, operation="all_gather_linear") == (
             "all_gather_linear: cuda (asked for; the process group gathers 2 groups of 16 rows, "
-            "products follow it)"
+            "products follow it; not to peers: CPU tensors have no kernels in CUDA C++)"
         )
         assert explain_choice(group).rejected["cuda"] == (
             "CPU tensors run in Triton's interpreter, which is for tests"
@@ -255,9 +258,13 @@ def infer_then_train() -> None:
 TIMEOUT = 1.0
 
 
-def test_a_product_that_does_not_finish(interpreted):
-    """The rank says for which group it waited; the others cannot go on, nor can anybody later."""
-    (late, late_again), (other, other_again) = interpreted(2).run(miss_a_tile)
+def test_a_product_that_does_not_finish():
+    """The rank says for which group it waited; the others cannot go on, nor can anybody later.
+
+    Not even with another group: the process group has lost its connections. So these ranks are their own.
+    """
+    with Ranks(2, env={"TRITON_INTERPRET": "1"}) as ranks:
+        (late, late_again), (other, other_again) = ranks.run(miss_a_tile)
     error, message = late
     assert error is CollectiveTimeoutError and message.startswith("copy_linear.backward: rank 0 ")
     assert (
@@ -423,13 +430,13 @@ def test_the_order_of_launches_of_a_gather():
     ]
 
 
-def test_a_stream_waits_for_a_collective_of_cuda_tensors():
-    """A deadline would make the host wait, and could not be captured."""
-    transport = mock.Mock(seconds=0.0, deadline=object())
-    for cuda in (True, False):
-        work = mock.Mock()
-        Pending(transport, work, mock.Mock(is_cuda=cuda)).wait()
-        work.wait.assert_called_once_with(*([] if cuda else [transport.deadline]))
+@pytest.mark.parametrize(("cuda", "host_waits"), [(True, False), (True, True), (False, False)])
+def test_a_stream_waits_for_a_collective_of_cuda_tensors(cuda, host_waits):
+    """With a deadline, NCCL would make this thread wait; gloo does anyway, so it needs one."""
+    work, deadline = mock.Mock(), object()
+    transport = mock.Mock(deadline=deadline, seconds=0.0, host_waits=host_waits)
+    Pending(transport, work, mock.Mock(is_cuda=cuda)).wait()
+    work.wait.assert_called_once_with(*([] if cuda and not host_waits else [deadline]))
 
 
 def test_a_failure_on_a_gpu_is_heard_of_in_a_later_call():

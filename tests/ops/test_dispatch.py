@@ -311,7 +311,9 @@ def choose_cuda() -> None:
             choice = explained()
             assert choice.implementation == "cuda"
             assert choice.reason.startswith("the process group sends ")
-            assert "rows; products by the Triton kernel (rank 0: _cuda is not built)" in choice.reason
+            assert (
+                "rows; products by the Triton kernel (rank 0: _cuda is not built)" in choice.reason
+            )
             assert choice.rejected["triton"].startswith("ranks 0 and 1: compute capabilities")
             assert set(choice.rejected) == {"triton", "host", "reference", "chunked"}
             few = explained(255)
