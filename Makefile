@@ -59,9 +59,10 @@ test-python: venv $(STAMPS)/spin
 aot: venv
 	$(BIN)/python -m tests.kernels.aot $(AOT_ARGS)
 
-# Every Triton kernel on a GPU: right on several ranks, in graphs, and how fast, in at most eight minutes. Without
-# a GPU, every check is counted as skipped. Builds and installs nothing: where there is no .venv, $(PYTHON) runs
-# it and has to have torch and Triton.
+# Every kernel on a GPU: right on several ranks, in graphs, and how fast, in at most eight minutes; with _cuda built
+# in two calls, GPU_ARGS="--only 'native|hopper|sanitizer'" and GPU_ARGS="--only '^(?!.*(native|hopper|sanitizer))'",
+# or with more --seconds. Without a GPU, every check is counted as skipped. Builds and installs nothing: where there
+# is no .venv, $(PYTHON) runs it and has to have torch and Triton.
 gpu-check:
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m tests.gpu $(GPU_ARGS)
 

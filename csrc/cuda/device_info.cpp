@@ -1,20 +1,10 @@
 #include "device_info.h"
 
-#include <cuda.h>
-#include <cuda_runtime_api.h>
+#include "driver.h"
 
 namespace tpk {
 
 namespace {
-
-// A function of the driver, which the module must not be linked to; null if this driver lacks it.
-template <typename Function>
-Function* driver_function(const char* name) {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-  cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found);
-  return found == cudaDriverEntryPointSuccess ? reinterpret_cast<Function*>(function) : nullptr;
-}
 
 int attribute(cudaDeviceAttr which, int device) {
   int value = 0;

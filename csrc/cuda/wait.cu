@@ -1,8 +1,7 @@
 #include "wait.h"
 
-#include <cuda.h>
-
 #include "collectives_launch.h"
+#include "driver.h"
 
 namespace tpk {
 namespace {
@@ -24,16 +23,6 @@ void check(const char* kernel) {
   if (error != cudaSuccess) throw launch_error(kernel, 1, 1, error);
 }
 
-// Of the driver, which is not linked with; null where it is too old.
-decltype(&cuStreamWriteValue32) stream_write() {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuStreamWriteValue32", &function,
-                                                             12000, cudaEnableDefault, &found);
-  if (error != cudaSuccess || found != cudaDriverEntryPointSuccess) return nullptr;
-  return reinterpret_cast<decltype(&cuStreamWriteValue32)>(function);
-}
-
 }  // namespace
 
 void launch_wait(const std::int32_t* flag, std::int32_t expected, const Wait& what,
@@ -43,7 +32,8 @@ void launch_wait(const std::int32_t* flag, std::int32_t expected, const Wait& wh
 }
 
 void write_flag(std::int32_t* flag, std::int32_t value, cudaStream_t stream) {
-  static const auto by_driver = stream_write();
+  static auto* const by_driver =
+      driver_function<decltype(cuStreamWriteValue32)>("cuStreamWriteValue32");
   // By default the driver orders the write behind all before it, for the whole system.
   if (by_driver != nullptr &&
       by_driver(stream, reinterpret_cast<CUdeviceptr>(flag), static_cast<cuuint32_t>(value),

@@ -236,7 +236,7 @@ def disagree() -> None:
         with ParallelGroup(timeout=20) as group:
             with pytest.raises(GroupMismatchError, match="different arguments") as caught:
                 op(group, group.rank == 1)
-            assert "triton linear" in str(caught.value) or "triton all_gather" in str(caught.value)
+            assert "kernel linear" in str(caught.value) or "kernel all_gather" in str(caught.value)
             assert "triton" not in group.workspaces, what
 
 
@@ -250,7 +250,7 @@ def test_a_rank_that_does_not_come_to_its_kernel(interpreted, fault):
     error, text, seconds = punctual[0]
     assert error is CollectiveTimeoutError and TIMEOUT < seconds < TIMEOUT + 3
     assert text.startswith("copy_linear.backward: rank 0 of group 'tp_kernels:")
-    assert "rank 0 waited for data of rank 1 (slot 'triton cpu', channel 0, " in text
+    assert "rank 0 waited for data of rank 1 (slot 'kernels cpu', channel 0, " in text
     if fault == "raises":
         assert late[0][0] is MemoryError
     for error, text, seconds in (punctual[1], late[1]):

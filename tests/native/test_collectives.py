@@ -388,7 +388,7 @@ def test_blocks_without_a_round_are_refused(cuda, part, blocks):
 
 def test_launch_without_a_device_names_kernel_and_grid(cuda):
     if torch.cuda.is_available():
-        pytest.skip("no CUDA device is needed")
+        pytest.skip("a CUDA device is here: this is about a launch without one")
     workspace = cuda.Workspace(0, 0, 1024, 64, 0, 0, 2, 2, 1)
     with pytest.raises(RuntimeError, match="all_reduce two_shots with 1 blocks of 32 threads: "):
         cuda.all_reduce("two_shots", "float16", 0, 0, 32, 16, 0, 0, 0, workspace, 1, 0)

@@ -16,14 +16,13 @@ from tp_kernels import native
 from tp_kernels.comm.group import ParallelGroup
 from tp_kernels.dispatch import direct_obstacle
 from tp_kernels.native import gemm
-from tp_kernels.native._products import MOST_PAIRS, layouts_of
+from tp_kernels.native._products import MOST_PAIRS, TMA_BYTES, layouts_of
 
 from ._gemm import partial_product, weight_gradients
 from ._op import device_type
 from ._workspace import agree, launch
 
-LINE = 8  # numbers of 16 bits that divide the distance of rows
-MOST_ROW_BYTES = 1 << 16  # of a norm: a row has to fit into a chunk
+LINE = TMA_BYTES // 2  # numbers of 16 bits that divide the distance of rows
 
 
 def applies(

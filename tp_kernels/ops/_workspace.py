@@ -24,6 +24,7 @@ from ._op import device_type
 
 # Programs of a launch in the interpreter, which runs them one after the other: more would only take memory.
 INTERPRETED_CHANNELS = 4
+LEAST_CHUNK = LARGE.block_m * LARGE.block_n * 2  # of a GPU: a tile of the products in CUDA C++
 DEPTH = 4  # as linear_all_reduce needs for two shots
 
 
@@ -56,7 +57,7 @@ class GroupWorkspace:
             region.local[: shape.nbytes],
             region.addresses,
             timeout=group.timeout,
-            name=f"triton {device}",
+            name=f"kernels {device}",
             multicast=region.multicast,
             staging=[part[shape.nbytes :] for part in region.parts] if staged else (),
         )
@@ -127,7 +128,7 @@ def agree(
     where the group was made with check=True, which costs a collective.
     """
     rows, layout = sum(counts), layout_of(counts)
-    name = f"triton {operation}"
+    name = f"kernel {operation}"
     if not x.is_cpu:
         group.transport.agree(name, x, rows, width, layout)
         return
@@ -182,6 +183,4 @@ def _sizes(like: Tensor) -> tuple[int, int]:
         return INTERPRETED_CHANNELS, chunk
     # A block may take a multiprocessor: more of them would run one after the other.
     resident = torch.cuda.get_device_properties(like.device).multi_processor_count
-    return min(resident, max(tiling.programs for tiling, _ in tilings)), max(
-        chunk, LARGE.block_m * LARGE.block_n * 2
-    )
+    return min(resident, max(tiling.programs for tiling, _ in tilings)), max(chunk, LEAST_CHUNK)

@@ -25,6 +25,7 @@ from tp_kernels.dispatch import choose
 from . import _peers
 from ._gemm import partial_product
 from ._op import check_call, device_type, direct, prepare, rows_of
+from ._workspace import LEAST_CHUNK
 from .elementwise import rms_norm
 from .linear_all_reduce import linear_all_reduce
 from .regions import reduce_from_ranks
@@ -144,17 +145,21 @@ def _fuses_on_peers(
 
     Gradients, autocast and the dtype of the norm's weight have to be alike on all ranks.
     """
-    if group.size == 1 or not direct(x, weight, residual, *others):
-        return False
-    if torch.is_autocast_enabled(device_type(x)) or weight.dtype != x.dtype:
+    if group.size == 1 or not _is_plain(x, weight, residual, *others):
         return False
     rows, width = math.prod(shape[:-1]), shape[-1]
     call = ("linear_all_reduce", group, rows, width, x.dtype, device_type(x))
     return (
         choose(*call, implementation).implementation == "cuda"
         and _peers.applies("linear_all_reduce", group, x, [rows], width, 1)
-        and width * x.element_size() <= _peers.MOST_ROW_BYTES
+        and width * x.element_size() <= LEAST_CHUNK
     )
+
+
+def _is_plain(x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
+    """Whether nothing has to see the separate steps: no gradient, no tracing, no cast."""
+    autocast = torch.is_autocast_enabled(device_type(x))
+    return direct(x, weight, *others) and not autocast and weight.dtype == x.dtype
 
 
 def _piece(group: ParallelGroup) -> int:
@@ -171,9 +176,7 @@ def _fuses(
     *others: Tensor | None,
 ) -> bool:
     """Whether this call is one round, and this rank does the rest of it in the same step."""
-    if group.size == 1 or group.memory is None or not direct(x, weight, residual, *others):
-        return False
-    if torch.is_autocast_enabled(device_type(x)) or weight.dtype != x.dtype:
+    if group.size == 1 or group.memory is None or not _is_plain(x, weight, residual, *others):
         return False
     rows, width = math.prod(shape[:-1]), shape[-1]
     most = min(SHORT_ROWS, group.slot.rows_of(width, x.dtype))

@@ -1,10 +1,9 @@
 #include "gemm_sm90/gemm_launch.h"
 
-#include <cuda.h>
-
 #include <stdexcept>
 #include <string>
 
+#include "driver.h"
 #include "gemm_sm90/instance.h"
 #include "gemm_sm90/operands.h"
 
@@ -36,20 +35,16 @@ Instance find(const Kind& kind) {
                            " teams for this policy, dtype and layout");
 }
 
-// The module is not linked to the driver.
-decltype(&cuTensorMapEncodeTiled) find_encoder() {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-  cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault,
-                                   &found);
-  if (found != cudaDriverEntryPointSuccess) {
-    throw std::runtime_error("the CUDA driver has no cuTensorMapEncodeTiled: it is older than 12.0");
-  }
-  return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+using Encode = decltype(cuTensorMapEncodeTiled);
+
+Encode& find_encoder() {
+  auto* function = driver_function<Encode>("cuTensorMapEncodeTiled");
+  if (function != nullptr) return *function;
+  throw std::runtime_error("the CUDA driver has no cuTensorMapEncodeTiled: it is older than 12.0");
 }
 
-decltype(&cuTensorMapEncodeTiled) encoder() {
-  static const auto function = find_encoder();  // if it throws, the next call looks again
+Encode& encoder() {
+  static Encode& function = find_encoder();  // if it throws, the next call looks again
   return function;
 }
 
