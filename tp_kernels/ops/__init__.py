@@ -13,6 +13,8 @@ from .regions import (
     gather_features,
     gather_rows,
     reduce_from_ranks,
+    reduce_scatter_rows,
+    scatter_features,
     scatter_rows,
 )
 from .rotary import apply_rotary
@@ -33,7 +35,9 @@ __all__ = [
     "linear_all_reduce_rms_norm",
     "linear_reduce_scatter",
     "reduce_from_ranks",
+    "reduce_scatter_rows",
     "rms_norm",
+    "scatter_features",
     "scatter_rows",
     "swiglu",
 ]
