@@ -2,10 +2,11 @@
 
 from .attention import KVCache, ParallelAttention
 from .embedding import ParallelLMHead, VocabParallelEmbedding
+from .gradients import finalize_gradients
 from .heads import HeadShard, partition_heads
 from .linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from .mlp import ParallelMLP
-from .placement import ParamPlacement, finalize_gradients, placements
+from .placement import ParamPlacement, placements
 
 __all__ = [
     "ColumnParallelLinear",
