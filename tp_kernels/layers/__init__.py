@@ -3,6 +3,7 @@
 from .attention import KVCache, ParallelAttention
 from .dropout import ParallelDropout
 from .embedding import ParallelLMHead, VocabParallelEmbedding
+from .gradients import finalize_gradients
 from .heads import HeadShard, partition_heads
 from .linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from .mlp import ParallelMLP
