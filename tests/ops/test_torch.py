@@ -25,6 +25,8 @@ from tp_kernels.ops import (
     gather_features,
     gather_rows,
     reduce_from_ranks,
+    reduce_scatter_rows,
+    scatter_features,
     scatter_rows,
 )
 
@@ -63,10 +65,11 @@ def samples(group: ParallelGroup) -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "gather_rows", (t(5, 4), counts, True, name)
     yield "scatter_rows", (t(rows, 4), counts, name)
     yield "gather_features", (t(5, 4), [4] * group.size, name)
+    yield "scatter_features", (t(5, rows), counts, name)
     for op in ("reduce_from_ranks", "copy_to_ranks"):
         yield op, (t(5, 4), name)
-    for op in ("reduce_scatter_rows", "all_reduce"):
-        yield op, (many, name)
+    yield "reduce_scatter_rows", (t(rows, 4), name)
+    yield "all_reduce", (many, name)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -316,6 +319,8 @@ def differentiable(group: ParallelGroup) -> Iterator[tuple[str, Callable[..., Te
             lambda x, w, g=gradient: gather_rows(x, group=group, gradient=g),
         )
     yield "scatter_rows", lambda x, w: scatter_rows(x, group=group)
+    yield "reduce_scatter_rows", lambda x, w: reduce_scatter_rows(x, group=group)
+    yield "scatter_features", lambda x, w: scatter_features(x, group=group)
     yield "gather_features", lambda x, w: gather_features(x, [3, 3], group=group)
     yield "copy_to_ranks", lambda x, w: copy_to_ranks(x, group=group)
     yield "reduce_from_ranks", lambda x, w: reduce_from_ranks(x, group=group)

@@ -26,11 +26,10 @@ from tp_kernels.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from tp_kernels.layers.heads import HeadShard, partition_heads
 from tp_kernels.layers.linear import (
     ColumnParallelLinear,
-    Ranges,
     RowParallelLinear,
     feature_ranges,
 )
-from tp_kernels.layers.placement import ParamPlacement, place, placements
+from tp_kernels.layers.placement import ParamPlacement, Ranges, place, placements
 
 from .checkpoint import SafetensorsReader, read_slices
 from .llama import (
@@ -142,12 +141,13 @@ def load_parallel(
     with read_slices(checkpoint) as reader:
         for done, (name, parameter, placement) in enumerate(placed, start=1):
             source = name if name in reader else _tied_name(model, name, reader)
-            if placement.dim is None:
-                value = reader.tensor(source)
-            else:
-                value = reader.slice(source, placement.dim, *placement.local_range)
             # A private copy: what the reader returns may be a strided view of the file.
-            own = memory.take(value.shape, dtype).copy_(value)
+            own = memory.take(placement.local_shape(), dtype)
+            if placement.dim is None:
+                own.copy_(reader.tensor(source))
+            else:
+                for view, piece in zip(placement.views(own), placement.pieces(), strict=True):
+                    view.copy_(reader.slice(source, placement.dim, *piece))
             loaded = nn.Parameter(own, requires_grad=parameter.requires_grad)
             _replace_parameter(model, parameter, loaded)
             if progress is not None:

@@ -24,9 +24,7 @@ from tp_kernels.ops import (
 )
 
 from .heads import HeadShard, partition_heads
-from .placement import ParamPlacement, place
-
-Ranges = Sequence[tuple[int, int]]
+from .placement import ParamPlacement, Ranges, place
 
 
 def even_ranges(total: int, world: int) -> tuple[tuple[int, int], ...]:
@@ -62,20 +60,14 @@ class _ShardedLinear(nn.Module):
         self.sequence_parallel = sequence_parallel
         split = (out_features, in_features)[dim]
         self.ranges = tuple(ranges) if ranges else even_ranges(split, self.group.size)
-        if len(self.ranges) != self.group.size or self.ranges[-1][1] != split:
-            raise ShapeError(
-                f"{type(self).__name__}: ranges {self.ranges} do not cover {split} features on "
-                f"{self.group.size} ranks"
-            )
         shape = (out_features, in_features)
         placement = ParamPlacement(self.group, shape, dim, self.ranges)
         place(self, "weight", placement)
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.weight = nn.Parameter(torch.empty(placement.local_shape(), **options))
         if bias:
-            by_output = ParamPlacement(self.group, (out_features,), 0, self.ranges)
-            whole = ParamPlacement(self.group, (out_features,))
-            place(self, "bias", by_output if dim == 0 else whole)
+            division = (0, self.ranges) if dim == 0 else ()  # else whole
+            place(self, "bias", ParamPlacement(self.group, (out_features,), *division))
             self.bias = nn.Parameter(torch.empty(self.placements["bias"].local_shape(), **options))
         else:
             self.register_parameter("bias", None)
@@ -149,7 +141,8 @@ class ColumnParallelLinear(_ShardedLinear):
     def forward(self, x: Tensor, rows: int | None = None) -> Tensor:
         (y,) = column_parallel(x, [self], rows)
         if self.gather_output:
-            sizes = [stop - start for start, stop in self.ranges]
+            place = self.placements["weight"]
+            sizes = [place.local_shape(rank)[0] for rank in range(self.group.size)]
             y = gather_features(y, sizes, group=self.group)
         return y
 

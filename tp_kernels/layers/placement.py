@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,70 +17,160 @@ from tp_kernels.comm.collectives import all_gather, all_reduce
 from tp_kernels.comm.errors import ShapeError
 from tp_kernels.comm.group import ParallelGroup
 
+Piece: TypeAlias = tuple[int, int]
+Ranges: TypeAlias = Sequence[Piece | tuple[Piece, ...]]
+"""What every rank holds along one dimension."""
+
 
 @dataclass(frozen=True)
 class ParamPlacement:
     """One parameter's place in the unsplit tensor.
 
     Attributes:
+        group: the ranks concerned.
         shape: of the unsplit tensor.
         dim: the dimension that is divided over ranks; None when every rank holds the whole.
-        ranges: half-open [start, stop) of every rank along `dim`. Ranges may overlap (a KV head held by
-            several ranks); the gradient of an overlap is the sum over exactly the ranks that hold it.
+        ranges: of every rank, the half-open (start, stop) that it holds along `dim`, or, for packed
+            parameters, a tuple of such pieces, which it holds one after the other. Ranks may hold the
+            same (a KV head used by several); the gradient of such a part is the sum over its holders.
         partial_gradient: a whole (dim=None) parameter that each rank uses for a part of the work, so
             that its gradient is a summand (norm weights under sequence parallelism).
-        group: the ranks concerned.
+
+    Raises:
+        ShapeError: a dimension that is not there, pieces outside it, pieces of one rank that overlap, or
+            elements that no rank holds.
     """
 
     group: ParallelGroup
     shape: tuple[int, ...]
     dim: int | None = None
-    ranges: tuple[tuple[int, int], ...] = ()
+    ranges: Ranges = ()
     partial_gradient: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dim is None:
+            if self.ranges:
+                raise ShapeError(f"ranges {self.ranges} but dim=None")
+            return
+        where = f"dimension {self.dim} of {self.shape}"
+        if not 0 <= self.dim < len(self.shape):
+            raise ShapeError(f"there is no {where}")
+        if self.partial_gradient:
+            raise ShapeError(f"{where} is divided: only whole parameters have a partial gradient")
+        size = self.shape[self.dim]
+        if len(self.ranges) != self.group.size:
+            raise ShapeError(
+                f"{len(self.ranges)} ranges {self.ranges} for {where} on {self.group.size} ranks"
+            )
+        for rank in range(self.group.size):
+            held = sorted(piece for piece in self.pieces(rank) if piece[0] != piece[1])
+            if any(not 0 <= start < stop <= size for start, stop in held):
+                raise ShapeError(f"rank {rank} holds {self.ranges[rank]}: not inside {where}")
+            if any(b[0] < a[1] for a, b in pairwise(held)):
+                raise ShapeError(f"rank {rank} holds {self.ranges[rank]} of {where}: they overlap")
+        covered = sum(stop - start for r in range(self.group.size) for start, stop in self.owned(r))
+        if covered != size:
+            raise ShapeError(f"ranges {self.ranges} do not cover {where}: {covered} of {size}")
 
     @property
     def overlapping(self) -> bool:
-        return any(b[0] < a[1] for a, b in pairwise(self.ranges))
+        """Some elements are held by several ranks, though not all by all."""
+        if self.dim is None:
+            return False
+        return sum(self._length(rank) for rank in range(self.group.size)) > self.shape[self.dim]
 
     @property
     def needs_reduction(self) -> bool:
         return self.group.size > 1 and (self.partial_gradient or self.overlapping)
 
-    @property
-    def local_range(self) -> tuple[int, int]:
-        return self.ranges[self.group.rank]
+    def pieces(self, rank: int | None = None) -> tuple[Piece, ...]:
+        """What `rank` (default: this one) holds along `dim`, in order; () of a whole parameter."""
+        if self.dim is None:
+            return ()
+        held = self.ranges[self.group.rank if rank is None else rank] or ((0, 0),)
+        return (held,) if isinstance(held[0], int) else held
 
-    def local_shape(self) -> tuple[int, ...]:
+    def owned(self, rank: int | None = None) -> tuple[Piece, ...]:
+        """What of its pieces `rank` counts and saves: each element belongs to its first holder.
+
+        () of a whole parameter, which rank 0 owns.
+        """
+        return tuple((start, start + length) for start, _, length in self._owned(rank))
+
+    def owned_views(self, local: Tensor) -> list[Tensor]:
+        """What this rank owns of its tensor (parameter, gradient, moment), one view per `owned` piece."""
+        if self.dim is None:
+            return [local] if self.group.rank == 0 else []
+        return [local.narrow(self.dim, at, length) for _, at, length in self._owned(None)]
+
+    def views(self, local: Tensor) -> list[Tensor]:
+        """This rank's tensor, one view per piece."""
+        if self.dim is None:
+            return [local]
+        return list(local.split([stop - start for start, stop in self.pieces()], self.dim))
+
+    def local_shape(self, rank: int | None = None) -> tuple[int, ...]:
+        """Shape of what `rank` (default: this one) holds."""
         if self.dim is None:
             return self.shape
-        start, stop = self.local_range
-        return (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
+        return (*self.shape[: self.dim], self._length(rank), *self.shape[self.dim + 1 :])
 
     def slice(self, full: Tensor) -> Tensor:
-        """This rank's part of the unsplit tensor; a view."""
-        if tuple(full.shape) != self.shape:
-            raise ShapeError(f"unsplit tensor is {tuple(full.shape)}, expected {self.shape}")
-        if self.dim is None:
-            return full
-        start, stop = self.local_range
-        return full.narrow(self.dim, start, stop - start)
+        """This rank's part of the unsplit tensor; a view unless it has several pieces."""
+        parts = self._parts(full)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim or 0)
+
+    def fill(self, full: Tensor, local: Tensor) -> None:
+        """Write this rank's part into the unsplit tensor, whose other elements stay."""
+        for part, view in zip(self._parts(full), self.views(local), strict=True):
+            part.copy_(view)
 
     def gather(self, local: Tensor) -> Tensor:
         """The unsplit tensor on every rank (collective). Overlaps are taken from the first holder."""
-        if self.dim is None or self.group.size == 1:
+        self.check(local)
+        if self.dim is None:
             return local.detach().clone()
         rows = local.detach().movedim(self.dim, 0).contiguous()
-        counts = [stop - start for start, stop in self.ranges]
-        stacked = all_gather(rows, self.group, counts=counts)
+        counts = [self._length(rank) for rank in range(self.group.size)]
+        stacked = all_gather(rows, self.group, counts=counts).split(counts)
         full = rows.new_empty(self.shape[self.dim], *rows.shape[1:])
-        first = 0
-        filled = 0
-        for (_, stop), count in zip(self.ranges, counts, strict=True):
-            new = max(0, stop - filled)
-            full[stop - new : stop] = stacked[first + count - new : first + count]
-            first += count
-            filled = max(filled, stop)
+        for rank, part in enumerate(stacked):
+            for start, at, length in self._owned(rank):
+                full[start : start + length] = part[at : at + length]
         return full.movedim(0, self.dim).contiguous()
+
+    def check(self, local: Tensor) -> None:
+        """Raise ShapeError for a tensor that cannot be this rank's part."""
+        if tuple(local.shape) != self.local_shape():
+            raise ShapeError(
+                f"rank {self.group.rank} of {self.group.size} holds {self.local_shape()} of the unsplit "
+                f"{self.shape}; this tensor is {tuple(local.shape)}"
+            )
+
+    def _length(self, rank: int | None) -> int:
+        return sum(stop - start for start, stop in self.pieces(rank))
+
+    def _parts(self, full: Tensor) -> list[Tensor]:
+        if tuple(full.shape) != self.shape:
+            raise ShapeError(f"unsplit tensor is {tuple(full.shape)}, expected {self.shape}")
+        if self.dim is None:
+            return [full]
+        return [full.narrow(self.dim, start, stop - start) for start, stop in self.pieces()]
+
+    def _owned(self, rank: int | None) -> list[tuple[int, int, int]]:
+        """(start in the unsplit tensor, start in the rank's own, length) of each part that it owns."""
+        rank = self.group.rank if rank is None else rank
+        earlier = [piece for before in range(rank) for piece in self.pieces(before)]
+        parts = []
+        at = 0
+        for start, stop in self.pieces(rank):
+            free = [(start, stop)]
+            for low, high in earlier:
+                free = [part for a, b in free for part in ((a, min(b, low)), (max(a, high), b))]
+                free = [(a, b) for a, b in free if a < b]
+            parts += [(a, at + a - start, b - a) for a, b in free if a < b]
+            at += stop - start
+        return parts
 
 
 def placements(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParamPlacement]]:
@@ -117,18 +208,13 @@ def _reduce_bucket(members: Sequence[tuple[nn.Parameter, ParamPlacement]]) -> No
     parameter, placement = members[0]
     total = sum(torch.Size(place.shape).numel() for _, place in members)
     flat = torch.zeros(total, dtype=parameter.dtype, device=parameter.device)
-    pieces = []
-    offset = 0
-    for parameter, place in members:
-        size = torch.Size(place.shape).numel()
-        piece = place.slice(flat[offset : offset + size].view(place.shape))
+    unsplit = flat.split([torch.Size(place.shape).numel() for _, place in members])
+    for (parameter, place), full in zip(members, unsplit, strict=True):
         if parameter.grad is not None:
-            piece.copy_(parameter.grad)
-        pieces.append((parameter, place, offset, size))
-        offset += size
-    flat = all_reduce(flat, placement.group)
-    for parameter, place, offset, size in pieces:
-        summed = place.slice(flat[offset : offset + size].view(place.shape))
+            place.fill(full.view(place.shape), parameter.grad)
+    all_reduce(flat, placement.group, out=flat)
+    for (parameter, place), full in zip(members, unsplit, strict=True):
+        summed = place.slice(full.view(place.shape))
         if parameter.grad is None:
             parameter.grad = summed.clone()
         else:

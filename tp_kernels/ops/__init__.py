@@ -10,6 +10,8 @@ from .regions import (
     gather_features,
     gather_rows,
     reduce_from_ranks,
+    reduce_scatter_rows,
+    scatter_features,
     scatter_rows,
 )
 
@@ -24,5 +26,7 @@ __all__ = [
     "linear_all_reduce_rms_norm",
     "linear_reduce_scatter",
     "reduce_from_ranks",
+    "reduce_scatter_rows",
+    "scatter_features",
     "scatter_rows",
 ]
