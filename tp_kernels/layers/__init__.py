@@ -1,23 +1,31 @@
 """Transformer layers divided over ranks; thin modules over `tp_kernels.ops`."""
 
 from .attention import KVCache, ParallelAttention
+from .dropout import ParallelDropout
 from .embedding import ParallelLMHead, VocabParallelEmbedding
 from .heads import HeadShard, partition_heads
 from .linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from .mlp import ParallelMLP
+from .norm import LayerNorm, RMSNorm
 from .placement import ParamPlacement, finalize_gradients, placements
+from .random import RandomStreams, draw_key
 
 __all__ = [
     "ColumnParallelLinear",
     "HeadShard",
     "KVCache",
+    "LayerNorm",
     "ParallelAttention",
+    "ParallelDropout",
     "ParallelLMHead",
     "ParallelMLP",
     "ParamPlacement",
     "QKVParallelLinear",
+    "RMSNorm",
+    "RandomStreams",
     "RowParallelLinear",
     "VocabParallelEmbedding",
+    "draw_key",
     "finalize_gradients",
     "partition_heads",
     "placements",
