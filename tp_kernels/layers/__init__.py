@@ -8,7 +8,7 @@ from .heads import HeadShard, partition_heads
 from .linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from .mlp import ParallelMLP
 from .norm import LayerNorm, RMSNorm
-from .placement import ParamPlacement, finalize_gradients, placements
+from .placement import ParamPlacement, placements
 from .random import RandomStreams, draw_key
 
 __all__ = [

@@ -25,6 +25,7 @@ ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor] | None] = {
     "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
     "silu": torch.nn.functional.silu,
     "relu": torch.nn.functional.relu,
+    "relu2": lambda x: torch.nn.functional.relu(x).square(),  # So et al., 2021 (Primer)
 }
 # Implementations that `group.short` stands in for, where it can.
 SHORT = ("auto", "host")
