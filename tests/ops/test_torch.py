@@ -71,6 +71,30 @@ def samples(group: ParallelGroup) -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield op, (t(5, 4), name)
     yield "reduce_scatter_rows", (t(rows, 4), name)
     yield "all_reduce", (many, name)
+    yield from local_samples()
+
+
+def local_samples() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """As samples, for the ops that send nothing."""
+
+    def t(*shape: int) -> Tensor:
+        return torch.randn(*shape, requires_grad=True)
+
+    plain, x = "reference", torch.randn(3, 4)
+    key = torch.tensor(7)
+    for how in ("host", plain):
+        yield "dropout", (t(3, 4), None, key, 0.3, 1, 2, 9, how)
+        yield "dropout", (t(3, 4, 2).transpose(0, 1), t(4, 3, 2), key, 0.3, 0, 0, 4, how)
+    yield "gated", (t(3, 4), t(3, 4), "gelu", plain)
+    yield "gated_backward", (x, x.cos(), x.sin(), "silu", plain)
+    table = torch.randn(1, 3, 2)
+    yield "apply_rotary", (t(2, 3, 4, 5), table.cos(), table.sin(), True, False, plain)
+    weight = torch.randn(4)
+    yield "norm", (t(3, 4), None, t(4), None, 1e-5, False, True, plain)
+    yield "norm", (t(3, 4), t(3, 4), t(4), t(4), 1e-5, True, False, plain)
+    saved = (weight, torch.rand(3), torch.rand(3))
+    yield "norm_backward", (x, x.cos(), x.sin(), *saved, True, False, plain)
+    yield "norm_backward", (x, None, x.sin(), *saved[:2], None, False, True, plain)
 
 
 def loss_samples(

@@ -2,25 +2,35 @@
 
 from .attention import KVCache, ParallelAttention
 from .embedding import VocabParallelEmbedding
+from .dropout import ParallelDropout
+from .embedding import ParallelLMHead, VocabParallelEmbedding
+from .gradients import finalize_gradients
 from .heads import HeadShard, partition_heads
 from .linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from .lm_head import ParallelLMHead
 from .loss import VocabParallelCrossEntropy
 from .mlp import ParallelMLP
-from .placement import ParamPlacement, finalize_gradients, placements
+from .norm import LayerNorm, RMSNorm
+from .placement import ParamPlacement, placements
+from .random import RandomStreams, draw_key
 
 __all__ = [
     "ColumnParallelLinear",
     "HeadShard",
     "KVCache",
+    "LayerNorm",
     "ParallelAttention",
+    "ParallelDropout",
     "ParallelLMHead",
     "ParallelMLP",
     "ParamPlacement",
     "QKVParallelLinear",
+    "RMSNorm",
+    "RandomStreams",
     "RowParallelLinear",
     "VocabParallelCrossEntropy",
     "VocabParallelEmbedding",
+    "draw_key",
     "finalize_gradients",
     "partition_heads",
     "placements",
