@@ -1,9 +1,8 @@
 """Transformer layers divided over ranks; thin modules over `tp_kernels.ops`."""
 
 from .attention import KVCache, ParallelAttention
-from .embedding import VocabParallelEmbedding
 from .dropout import ParallelDropout
-from .embedding import ParallelLMHead, VocabParallelEmbedding
+from .embedding import VocabParallelEmbedding
 from .gradients import finalize_gradients
 from .heads import HeadShard, partition_heads
 from .linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
