@@ -1,6 +1,7 @@
 """Transformer layers divided over ranks; thin modules over `tp_kernels.ops`."""
 
 from .attention import KVCache, ParallelAttention
+from .block import ParallelTransformerBlock
 from .dropout import ParallelDropout
 from .embedding import ParallelLMHead, VocabParallelEmbedding
 from .heads import HeadShard, partition_heads
@@ -19,6 +20,7 @@ __all__ = [
     "ParallelDropout",
     "ParallelLMHead",
     "ParallelMLP",
+    "ParallelTransformerBlock",
     "ParamPlacement",
     "QKVParallelLinear",
     "RMSNorm",
