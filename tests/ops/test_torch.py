@@ -68,12 +68,8 @@ def samples(group: ParallelGroup) -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "scatter_features", (t(5, rows), counts, name)
     for op in ("reduce_from_ranks", "copy_to_ranks"):
         yield op, (t(5, 4), name)
-<<<<<<< HEAD
     yield "reduce_scatter_rows", (t(rows, 4), name)
     yield "all_reduce", (many, name)
-=======
-    for op in ("reduce_scatter_rows", "all_reduce"):
-        yield op, (many, name)
     yield from local_samples()
 
 
@@ -98,7 +94,6 @@ def local_samples() -> Iterator[tuple[str, tuple[Any, ...]]]:
     saved = (weight, torch.rand(3), torch.rand(3))
     yield "norm_backward", (x, x.cos(), x.sin(), *saved, True, False, plain)
     yield "norm_backward", (x, None, x.sin(), *saved[:2], None, False, True, plain)
->>>>>>> wt-a
 
 
 @pytest.mark.parametrize("size", [1, 2])

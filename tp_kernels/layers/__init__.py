@@ -4,11 +4,12 @@ from .attention import KVCache, ParallelAttention
 from .block import ParallelTransformerBlock
 from .dropout import ParallelDropout
 from .embedding import ParallelLMHead, VocabParallelEmbedding
+from .gradients import finalize_gradients
 from .heads import HeadShard, partition_heads
 from .linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from .mlp import ParallelMLP
 from .norm import LayerNorm, RMSNorm
-from .placement import ParamPlacement, finalize_gradients, placements
+from .placement import ParamPlacement, placements
 from .random import RandomStreams, draw_key
 
 __all__ = [
