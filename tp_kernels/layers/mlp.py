@@ -78,9 +78,7 @@ class ParallelMLP(nn.Module):
         self.activation, self.packed = _checked(activation, gated, packed), packed
         layout: dict[str, Any] = {"group": group, "sequence_parallel": sequence_parallel}
         placed: dict[str, Any] = {"device": device, "dtype": dtype}
-        options = {**layout, **placed}
-        if batch_first is not None:
-            options["batch_first"] = batch_first
+        options = {**layout, **placed, "batch_first": batch_first}
         if delay_wgrad:
             options["delay_wgrad"] = delay_wgrad
         self.norm = make_norm(norm, hidden_size, epsilon, zero_centered, **layout, **placed)
