@@ -2,11 +2,14 @@
 
 from .attention import KVCache, ParallelAttention
 from .block import ParallelTransformerBlock
+from .embedding import VocabParallelEmbedding
 from .dropout import ParallelDropout
 from .embedding import ParallelLMHead, VocabParallelEmbedding
 from .gradients import finalize_gradients
 from .heads import HeadShard, partition_heads
 from .linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from .lm_head import ParallelLMHead
+from .loss import VocabParallelCrossEntropy
 from .mlp import ParallelMLP
 from .norm import LayerNorm, RMSNorm
 from .placement import ParamPlacement, placements
@@ -27,6 +30,7 @@ __all__ = [
     "RMSNorm",
     "RandomStreams",
     "RowParallelLinear",
+    "VocabParallelCrossEntropy",
     "VocabParallelEmbedding",
     "draw_key",
     "finalize_gradients",
