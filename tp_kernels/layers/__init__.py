@@ -2,9 +2,8 @@
 
 from .attention import KVCache, ParallelAttention
 from .block import ParallelTransformerBlock
-from .embedding import VocabParallelEmbedding
 from .dropout import ParallelDropout
-from .embedding import ParallelLMHead, VocabParallelEmbedding
+from .embedding import VocabParallelEmbedding
 from .gradients import finalize_gradients
 from .heads import HeadShard, partition_heads
 from .linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +18,8 @@ from .mlp import NORMS, ParallelMLP, make_norm
 if TYPE_CHECKING:
     from .random import RandomStreams
 
-Sublayer = Callable[[Tensor], Tensor]
-Step = tuple[nn.Module | None, Sublayer, nn.Module | None]
+# A sublayer, more arguments for it, and the norms in front of it and behind it.
+Step = tuple[nn.Module, Mapping[str, Any], Any, Any]
 POSITIONS = ("pre", "post", "sandwich")
 # What is not said twice: the block passes these on to attention and MLP.
 SHARED = ("group", "sequence_parallel", "batch_first", "delay_wgrad", "streams", "device", "dtype")
@@ -52,9 +52,9 @@ class ParallelTransformerBlock(nn.Module):
     `mlp` (Llama), with `pre_feedforward_layernorm` and `post_feedforward_layernorm` (Gemma 2), and
     `pre_cross_attn_layernorm`, `cross_attn`, `post_cross_attn_layernorm`.
 
-    forward(x, *, rows=None, context=None, context_mask=None, **attention) -> like x; `rows` is s under
-    sequence parallelism, `context_mask` the attention mask of the cross-attention, and the rest goes to
-    self-attention (position_ids, attention_mask, cache, cu_seqlens, ...).
+    forward(x, *, rows=None, context=None, cross_attention=None, **attention) -> like x. `rows` is s under
+    sequence parallelism; `cross_attention` has more arguments of the cross-attention (attention_mask,
+    cache, ...) by name, and the rest goes to self-attention (position_ids, attention_mask, cache, ...).
     """
 
     def __init__(
@@ -90,10 +90,13 @@ class ParallelTransformerBlock(nn.Module):
         options = {
             **layout,
             **placed,
-            "batch_first": batch_first,
-            "delay_wgrad": delay_wgrad,
-            "streams": streams,
         }
+        if batch_first is not None:
+            options["batch_first"] = batch_first
+        if delay_wgrad:
+            options["delay_wgrad"] = delay_wgrad
+        if streams is not None:
+            options["streams"] = streams
         heads = (hidden_size, num_heads, num_kv_heads, head_dim)
         before, after = norm_position != "post", norm_position != "pre"
         self.norm_position, self.parallel = norm_position, parallel
@@ -108,10 +111,9 @@ class ParallelTransformerBlock(nn.Module):
         self.post_attention_layernorm = make(not parallel)
         self.pre_cross_attn_layernorm = self.cross_attn = self.post_cross_attn_layernorm = None
         if cross_attention is not None:
+            whole = {"context_size": hidden_size, "causal": False, "rotary": None}
             self.pre_cross_attn_layernorm = make(before)
-            self.cross_attn = ParallelAttention(
-                *heads, **{**options, "causal": False, "rope_theta": None, **cross_attention}
-            )
+            self.cross_attn = ParallelAttention(*heads, **{**options, **whole, **cross_attention})
             self.post_cross_attn_layernorm = make(after)
         self.pre_feedforward_layernorm = make(norm_position == "sandwich")
         self.mlp = ParallelMLP(hidden_size, intermediate_size, **{**options, **(mlp or {})})
@@ -124,50 +126,53 @@ class ParallelTransformerBlock(nn.Module):
         *,
         rows: int | None = None,
         context: Tensor | None = None,
-        context_mask: Tensor | None = None,
+        cross_attention: Mapping[str, Any] | None = None,
         **attention: Any,
     ) -> Tensor:
-        if (context is None) != (self.cross_attn is None):
+        cross = {"context": context, **(cross_attention or {})}
+        if self.cross_attn is None and (context is not None or cross_attention is not None):
             raise UnsupportedError(
-                "ParallelTransformerBlock: context= is for cross-attention, which needs it; build the block "
-                "with cross_attention={} and give it a context, or do neither"
+                "ParallelTransformerBlock: a context, but no cross-attention; build the block with "
+                "cross_attention={}"
             )
-
-        def self_attention(y: Tensor) -> Tensor:
-            return self.self_attn(y, rows=rows, **attention)
-
-        def cross_attention(y: Tensor) -> Tensor:
-            assert self.cross_attn is not None
-            return self.cross_attn(y, rows=rows, context=context, attention_mask=context_mask)
-
-        def feed_forward(y: Tensor) -> Tensor:
-            return self.mlp(y, rows=rows)
-
+        if self.cross_attn is not None and context is None and cross.get("cache") is None:
+            raise UnsupportedError(
+                "ParallelTransformerBlock: cross-attention needs context=, or the cache that holds it: "
+                'cross_attention={"cache": ...}'
+            )
         if self.parallel:
             y = self.input_layernorm(x)
-            return self.dropout(self_attention(y) + feed_forward(y), residual=x, rows=rows)
-        first, second = self.post_attention_layernorm, self.pre_feedforward_layernorm
-        if self.norm_position == "pre":
-            first, second = None, self.post_attention_layernorm
-        sublayers: list[Step] = [(self.input_layernorm, self_attention, first)]
+            y = self.self_attn(y, rows=rows, **attention) + self.mlp(y, rows=rows)
+            return self.dropout(y, residual=x, rows=rows)
+        steps: list[Step] = [(self.self_attn, attention, *self._norms("attention"))]
         if self.cross_attn is not None:
-            norms = self.pre_cross_attn_layernorm, self.post_cross_attn_layernorm
-            sublayers.append((norms[0], cross_attention, norms[1]))
-        sublayers.append((second, feed_forward, self.post_feedforward_layernorm))
-        return self._run(x, sublayers, rows)
+            steps.append((self.cross_attn, cross, *self._norms("cross_attn")))
+        steps.append((self.mlp, {}, *self._norms("feedforward")))
+        return self._run(x, steps, rows)
 
-    def _run(self, x: Tensor, sublayers: Sequence[Step], rows: int | None) -> Tensor:
-        """Each (norm before, sublayer, norm behind); an addition waits for the norm it can be fused with."""
+    def _norms(self, sublayer: str) -> tuple[Any, Any]:
+        """The norms in front of and behind a sublayer."""
+        if sublayer == "cross_attn":
+            return self.pre_cross_attn_layernorm, self.post_cross_attn_layernorm
+        pre = self.norm_position == "pre"
+        if sublayer == "attention":
+            return self.input_layernorm, None if pre else self.post_attention_layernorm
+        before = self.post_attention_layernorm if pre else self.pre_feedforward_layernorm
+        return before, self.post_feedforward_layernorm
+
+    def _run(self, x: Tensor, steps: Sequence[Step], rows: int | None) -> Tensor:
+        """The sublayers in turn; what one adds waits for the norm that the addition can be fused with."""
         y: Tensor | None = None
-        for before, sublayer, after in sublayers:
+        for sublayer, given, before, after in steps:
             if before is None:
-                x, _ = self._add_norm(sublayer(x), x, after, rows)
+                x, _ = self._add_norm(sublayer(x, rows=rows, **given), x, after, rows)
                 continue
             if y is None:
                 y = before(x)
             else:
                 y, x = self._add_norm(y, x, before, rows)
-            y = sublayer(y) if after is None else after(sublayer(y))
+            y = sublayer(y, rows=rows, **given)
+            y = y if after is None else after(y)
         return x if y is None else self.dropout(y, residual=x, rows=rows)
 
     def _add_norm(

@@ -150,8 +150,9 @@ def make_norm(
         return None
     if kind not in NORMS:
         raise UnsupportedError(f"norm={kind!r}; known are {', '.join(NORMS)}")
-    given = {} if epsilon is None else {"epsilon": epsilon}
-    return NORMS[kind](hidden_size, **given, zero_centered=zero_centered, **options)
+    if epsilon is not None:
+        options["epsilon"] = epsilon
+    return NORMS[kind](hidden_size, zero_centered=zero_centered, **options)
 
 
 def _checked(activation: str, gated: bool, packed: str | None) -> str:

@@ -42,6 +42,6 @@ __all__ = [
     "rms_norm",
     "scatter_features",
     "scatter_rows",
-    "vocab_parallel_cross_entropy",
     "swiglu",
+    "vocab_parallel_cross_entropy",
 ]
