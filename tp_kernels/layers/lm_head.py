@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_kernels.comm import collectives
+from tp_kernels.comm.collectives import all_gather
 from tp_kernels.comm.errors import ShapeError
 from tp_kernels.comm.group import GroupLike
 from tp_kernels.ops import gather_rows, linear_cross_entropy
 
 from .embedding import VocabParallelEmbedding
-from .linear import ColumnParallelLinear
+from .linear import ColumnParallelLinear, refuse_rows
 
 
 class ParallelLMHead(ColumnParallelLinear):
@@ -29,10 +29,12 @@ class ParallelLMHead(ColumnParallelLinear):
         gather_output: return all logits [..., V] on every rank; else those of this rank's words, as
             `vocab_parallel_cross_entropy` takes them.
         sequence_parallel: hidden is this rank's rows; logits are of all rows.
-        batch_first: hidden is [b, s, H] under sequence parallelism; default False: [s, b, H].
+        batch_first: under sequence parallelism hidden is [b, s_r, H]; default: [s_r, b, H].
+        out_dtype: of the logits.
 
-    forward(hidden [..., H], rows=None) -> [..., V] or [..., V_r]. `loss` and `argmax` need no logits of
-    other ranks, and `loss` none at all.
+    forward(hidden [..., H], rows=None, weight=None) -> [..., V] or [..., V_r]; rows: s under sequence
+    parallelism, default s_r * W; weight: as of ColumnParallelLinear. `loss` and `argmax` need no logits of
+    other ranks, and `loss` has none in memory.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class ParallelLMHead(ColumnParallelLinear):
         gather_output: bool = True,
         sequence_parallel: bool = False,
         batch_first: bool | None = None,
+        out_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -55,17 +58,11 @@ class ParallelLMHead(ColumnParallelLinear):
             group=group,
             gather_output=gather_output,
             sequence_parallel=sequence_parallel,
+            batch_first=batch_first,
+            out_dtype=out_dtype,
             device=device,
             dtype=dtype,
         )
-        self.batch_first = not sequence_parallel if batch_first is None else batch_first
-
-    def _sequence_first(self, x: Tensor) -> Tensor:
-        """The dimension that sequence parallelism divides in front; its own inverse."""
-        return x.transpose(0, 1) if self.sequence_parallel and self.batch_first else x
-
-    def forward(self, hidden: Tensor, rows: int | None = None) -> Tensor:
-        return self._sequence_first(super().forward(self._sequence_first(hidden), rows))
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
         """Use the table of `embedding`: one parameter, one gradient, one optimizer state."""
@@ -84,38 +81,39 @@ class ParallelLMHead(ColumnParallelLinear):
         self, hidden: Tensor, labels: Tensor, *, weight: Tensor | None = None, **options: Any
     ) -> Tensor:
         """`ops.linear_cross_entropy` of hidden [..., H] and labels [...] of all rows; options are its."""
+        swap = self.sequence_parallel and self.batch_first
         loss = linear_cross_entropy(
-            self._sequence_first(hidden),
-            self.weight if weight is None else weight,
-            self._sequence_first(labels),
+            hidden.transpose(0, 1) if swap else hidden,
+            self.used_weight(weight),
+            labels.transpose(0, 1) if swap else labels,
             self.bias,
             group=self.group,
             vocab_size=self.out_features,
             sequence_parallel=self.sequence_parallel,
             **options,
         )
-        return self._sequence_first(loss) if loss.dim() else loss
+        return loss.transpose(0, 1) if swap and loss.dim() else loss
 
     @torch.no_grad()
-    def argmax(self, hidden: Tensor, rows: int | None = None) -> Tensor:
+    def argmax(
+        self, hidden: Tensor, rows: int | None = None, weight: Tensor | None = None
+    ) -> Tensor:
         """Likeliest words [...] of hidden [..., H], on every rank; of equal ones the first.
 
-        Exchanges a value and an index per row, not logits. Under sequence parallelism of all rows.
+        Exchanges a value and an index per row, not logits. Arguments as of `forward`.
         """
         if self.sequence_parallel:
             hidden = gather_rows(hidden, group=self.group, rows=rows, dim=int(self.batch_first))
-        logits = torch.nn.functional.linear(hidden, self.weight, self.bias)
-        ((start, stop),) = self.placements["weight"].pieces()
-        best = torch.zeros(2, *hidden.shape[:-1], dtype=torch.float64, device=hidden.device)
-        best[0] = -torch.inf
-        if stop > start:
-            index = logits.argmax(-1, keepdim=True)
-            best[0] = logits.gather(-1, index).squeeze(-1)
-            best[1] = index.squeeze(-1) + start
-        if self.group.size > 1:
-            ones = [1] * self.group.size
-            values, words = collectives.all_gather(best[None], self.group, counts=ones).unbind(1)
         else:
-            values, words = best.unsqueeze(1)
+            refuse_rows(self, rows)
+        logits = torch.nn.functional.linear(hidden, self.used_weight(weight), self.bias)
+        ((start, _),) = self.placements["weight"].pieces()
+        best = hidden.new_zeros(1, 2, *hidden.shape[:-1], dtype=torch.float64)  # holds both exactly
+        best[:, 0] = -torch.inf
+        if logits.shape[-1]:
+            index = logits.argmax(-1, keepdim=True)
+            best[0, 0] = logits.gather(-1, index).squeeze(-1)
+            best[0, 1] = index.squeeze(-1) + start
+        values, words = all_gather(best, self.group).unbind(1)
         largest = (values == values.amax(0)) | values.isnan()
         return torch.where(largest, words, torch.inf).amin(0).long()
