@@ -2,6 +2,7 @@
 
 from .attention import KVCache, ParallelAttention
 from .checkpoint import load_sharded, save_sharded
+from .block import ParallelTransformerBlock
 from .dropout import ParallelDropout
 from .embedding import ParallelLMHead, VocabParallelEmbedding
 from .gradients import finalize_gradients
@@ -25,6 +26,7 @@ __all__ = [
     "ParallelDropout",
     "ParallelLMHead",
     "ParallelMLP",
+    "ParallelTransformerBlock",
     "ParamPlacement",
     "QKVParallelLinear",
     "RMSNorm",
