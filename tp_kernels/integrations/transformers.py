@@ -22,15 +22,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from tp_kernels.comm.collectives import barrier
 from tp_kernels.comm.errors import ShapeError, UnsupportedError
 from tp_kernels.comm.group import GroupLike, ParallelGroup, as_group
-from tp_kernels.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from tp_kernels.layers.embedding import VocabParallelEmbedding
 from tp_kernels.layers.heads import HeadShard, partition_heads
 from tp_kernels.layers.linear import (
     ColumnParallelLinear,
-    Ranges,
     RowParallelLinear,
     feature_ranges,
 )
-from tp_kernels.layers.placement import ParamPlacement, place, placements
+from tp_kernels.layers.lm_head import ParallelLMHead
+from tp_kernels.layers.placement import ParamPlacement, Ranges, place, placements
+from tp_kernels.layers.state import full_state_dict
 
 from .checkpoint import SafetensorsReader, read_slices
 from .llama import (
@@ -142,12 +143,13 @@ def load_parallel(
     with read_slices(checkpoint) as reader:
         for done, (name, parameter, placement) in enumerate(placed, start=1):
             source = name if name in reader else _tied_name(model, name, reader)
-            if placement.dim is None:
-                value = reader.tensor(source)
-            else:
-                value = reader.slice(source, placement.dim, *placement.local_range)
             # A private copy: what the reader returns may be a strided view of the file.
-            own = memory.take(value.shape, dtype).copy_(value)
+            own = memory.take(placement.local_shape(), dtype)
+            if placement.dim is None:
+                own.copy_(reader.tensor(source))
+            else:
+                for view, piece in zip(placement.views(own), placement.pieces(), strict=True):
+                    view.copy_(reader.slice(source, placement.dim, *piece))
             loaded = nn.Parameter(own, requires_grad=parameter.requires_grad)
             _replace_parameter(model, parameter, loaded)
             if progress is not None:
@@ -165,18 +167,9 @@ class _ParallelModel:
 
     parallel_group: ParallelGroup
 
-    def full_state_dict(self: Any) -> dict[str, Tensor]:
-        """The stock, unsplit state dict, on every rank (collective); tied entries share memory."""
-        placed = {id(parameter): place for _, parameter, place in placements(self)}
-        gathered: dict[int, Tensor] = {}
-        state = {}
-        for name, parameter in self.named_parameters(remove_duplicate=False):
-            if id(parameter) not in gathered:
-                gathered[id(parameter)] = placed[id(parameter)].gather(parameter)
-            state[name] = gathered[id(parameter)]
-        persistent = self.state_dict(keep_vars=True)
-        state.update({name: t for name, t in persistent.items() if name not in state})
-        return state
+    def full_state_dict(self: Any, *, keep: bool = True) -> dict[str, Tensor]:
+        """The stock, unsplit state dict (collective): see `tp_kernels.layers.full_state_dict`."""
+        return full_state_dict(self, keep=keep)
 
     def save_pretrained(self: Any, save_directory: str | Path, **kwargs: Any) -> None:
         """Write the stock checkpoint. Called on every rank; rank 0 writes, all return together."""
@@ -184,7 +177,7 @@ class _ParallelModel:
             raise UnsupportedError(
                 "save_pretrained(state_dict=...) of a divided model: leave it out"
             )
-        state = self.full_state_dict()
+        state = self.full_state_dict(keep=self.parallel_group.rank == 0)
         if self.parallel_group.rank == 0:
             super().save_pretrained(save_directory, state_dict=state, **kwargs)  # type: ignore[misc]
         barrier(self.parallel_group)

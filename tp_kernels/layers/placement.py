@@ -8,13 +8,30 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from tp_kernels.comm.collectives import all_gather, all_reduce
+from tp_kernels.comm.collectives import all_gather
 from tp_kernels.comm.errors import ShapeError
 from tp_kernels.comm.group import ParallelGroup
+
+Piece: TypeAlias = tuple[int, int]
+Ranges: TypeAlias = Sequence[Piece | tuple[Piece, ...]]
+"""What every rank holds along one dimension."""
+
+
+class Span(NamedTuple):
+    """A part of a rank's tensor along the divided dimension, with the same holders throughout.
+
+    [start, stop) in the unsplit tensor lies from `at` in the rank's own; `replica` earlier ranks hold it too.
+    """
+
+    start: int
+    stop: int
+    at: int
+    replica: int
 
 
 @dataclass(frozen=True)
@@ -22,64 +39,152 @@ class ParamPlacement:
     """One parameter's place in the unsplit tensor.
 
     Attributes:
+        group: the ranks concerned.
         shape: of the unsplit tensor.
         dim: the dimension that is divided over ranks; None when every rank holds the whole.
-        ranges: half-open [start, stop) of every rank along `dim`. Ranges may overlap (a KV head held by
-            several ranks); the gradient of an overlap is the sum over exactly the ranks that hold it.
+        ranges: of every rank, the half-open (start, stop) that it holds along `dim`, or, for packed
+            parameters, a tuple of such pieces, which it holds one after the other. Ranks may hold the
+            same (a KV head used by several); the gradient of such a part is the sum over its holders.
         partial_gradient: a whole (dim=None) parameter that each rank uses for a part of the work, so
             that its gradient is a summand (norm weights under sequence parallelism).
-        group: the ranks concerned.
+
+    Raises:
+        ShapeError: a dimension that is not there, pieces outside it, pieces of one rank that overlap, or
+            elements that no rank holds.
     """
 
     group: ParallelGroup
     shape: tuple[int, ...]
     dim: int | None = None
-    ranges: tuple[tuple[int, int], ...] = ()
+    ranges: Ranges = ()
     partial_gradient: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dim is None:
+            if self.ranges:
+                raise ShapeError(f"ranges {self.ranges} but dim=None")
+            return
+        where = f"dimension {self.dim} of {self.shape}"
+        if not 0 <= self.dim < len(self.shape):
+            raise ShapeError(f"there is no {where}")
+        if self.partial_gradient:
+            raise ShapeError(f"{where} is divided: only whole parameters have a partial gradient")
+        size = self.shape[self.dim]
+        if len(self.ranges) != self.group.size:
+            raise ShapeError(
+                f"{len(self.ranges)} ranges {self.ranges} for {where} on {self.group.size} ranks"
+            )
+        for rank in range(self.group.size):
+            held = sorted(piece for piece in self.pieces(rank) if piece[0] != piece[1])
+            if any(not 0 <= start < stop <= size for start, stop in held):
+                raise ShapeError(f"rank {rank} holds {self.ranges[rank]}: not inside {where}")
+            if any(b[0] < a[1] for a, b in pairwise(held)):
+                raise ShapeError(f"rank {rank} holds {self.ranges[rank]} of {where}: they overlap")
+        covered = sum(stop - start for r in range(self.group.size) for start, stop in self.owned(r))
+        if covered != size:
+            raise ShapeError(f"ranges {self.ranges} do not cover {where}: {covered} of {size}")
 
     @property
     def overlapping(self) -> bool:
-        return any(b[0] < a[1] for a, b in pairwise(self.ranges))
+        """Some elements are held by several ranks, though not all by all."""
+        if self.dim is None:
+            return False
+        return sum(self._length(rank) for rank in range(self.group.size)) > self.shape[self.dim]
 
     @property
     def needs_reduction(self) -> bool:
         return self.group.size > 1 and (self.partial_gradient or self.overlapping)
 
-    @property
-    def local_range(self) -> tuple[int, int]:
-        return self.ranges[self.group.rank]
+    def pieces(self, rank: int | None = None) -> tuple[Piece, ...]:
+        """What `rank` (default: this one) holds along `dim`, in order; () of a whole parameter."""
+        if self.dim is None:
+            return ()
+        held = self.ranges[self.group.rank if rank is None else rank] or ((0, 0),)
+        return (held,) if isinstance(held[0], int) else held
 
-    def local_shape(self) -> tuple[int, ...]:
+    def spans(self, rank: int | None = None) -> list[Span]:
+        """The pieces of `rank`, cut where the ranks that hold them change; [] of a whole parameter."""
+        rank = self.group.rank if rank is None else rank
+        earlier = [self.pieces(before) for before in range(rank)]
+        edges = {edge for pieces in earlier for piece in pieces for edge in piece}
+        spans = []
+        at = 0
+        for start, stop in self.pieces(rank):
+            cuts = sorted({start, stop, *(edge for edge in edges if start < edge < stop)})
+            for low, high in pairwise(cuts):
+                replica = sum(any(a <= low and high <= b for a, b in pieces) for pieces in earlier)
+                spans.append(Span(low, high, at, replica))
+                at += high - low
+        return spans
+
+    def owned(self, rank: int | None = None) -> tuple[Piece, ...]:
+        """What of its pieces `rank` counts and saves: each element belongs to its first holder.
+
+        () of a whole parameter, which rank 0 owns.
+        """
+        return tuple((span.start, span.stop) for span in self.spans(rank) if span.replica == 0)
+
+    def owned_views(self, local: Tensor) -> list[Tensor]:
+        """What this rank owns of its tensor (parameter, gradient, moment), one view per `owned` piece."""
+        if self.dim is None:
+            return [local] if self.group.rank == 0 else []
+        spans = [span for span in self.spans() if span.replica == 0]
+        return [local.narrow(self.dim, span.at, span.stop - span.start) for span in spans]
+
+    def views(self, local: Tensor) -> list[Tensor]:
+        """This rank's tensor, one view per piece."""
+        if self.dim is None:
+            return [local]
+        return list(local.split([stop - start for start, stop in self.pieces()], self.dim))
+
+    def local_shape(self, rank: int | None = None) -> tuple[int, ...]:
+        """Shape of what `rank` (default: this one) holds."""
         if self.dim is None:
             return self.shape
-        start, stop = self.local_range
-        return (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
+        return (*self.shape[: self.dim], self._length(rank), *self.shape[self.dim + 1 :])
 
     def slice(self, full: Tensor) -> Tensor:
-        """This rank's part of the unsplit tensor; a view."""
-        if tuple(full.shape) != self.shape:
-            raise ShapeError(f"unsplit tensor is {tuple(full.shape)}, expected {self.shape}")
-        if self.dim is None:
-            return full
-        start, stop = self.local_range
-        return full.narrow(self.dim, start, stop - start)
+        """This rank's part of the unsplit tensor; a view unless it has several pieces."""
+        parts = self._parts(full)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim or 0)
+
+    def fill(self, full: Tensor, local: Tensor) -> None:
+        """Write this rank's part into the unsplit tensor, whose other elements stay."""
+        for part, view in zip(self._parts(full), self.views(local), strict=True):
+            part.copy_(view)
 
     def gather(self, local: Tensor) -> Tensor:
         """The unsplit tensor on every rank (collective). Overlaps are taken from the first holder."""
-        if self.dim is None or self.group.size == 1:
+        self.check(local)
+        if self.dim is None:
             return local.detach().clone()
         rows = local.detach().movedim(self.dim, 0).contiguous()
-        counts = [stop - start for start, stop in self.ranges]
-        stacked = all_gather(rows, self.group, counts=counts)
+        counts = [self._length(rank) for rank in range(self.group.size)]
+        stacked = all_gather(rows, self.group, counts=counts).split(counts)
         full = rows.new_empty(self.shape[self.dim], *rows.shape[1:])
-        first = 0
-        filled = 0
-        for (_, stop), count in zip(self.ranges, counts, strict=True):
-            new = max(0, stop - filled)
-            full[stop - new : stop] = stacked[first + count - new : first + count]
-            first += count
-            filled = max(filled, stop)
+        for rank, part in enumerate(stacked):
+            for start, stop, at, replica in self.spans(rank):
+                if replica == 0:
+                    full[start:stop] = part[at : at + stop - start]
         return full.movedim(0, self.dim).contiguous()
+
+    def check(self, local: Tensor) -> None:
+        """Raise ShapeError for a tensor that cannot be this rank's part."""
+        if tuple(local.shape) != self.local_shape():
+            raise ShapeError(
+                f"rank {self.group.rank} of {self.group.size} holds {self.local_shape()} of the unsplit "
+                f"{self.shape}; this tensor is {tuple(local.shape)}"
+            )
+
+    def _length(self, rank: int | None) -> int:
+        return sum(stop - start for start, stop in self.pieces(rank))
+
+    def _parts(self, full: Tensor) -> list[Tensor]:
+        if tuple(full.shape) != self.shape:
+            raise ShapeError(f"unsplit tensor is {tuple(full.shape)}, expected {self.shape}")
+        if self.dim is None:
+            return [full]
+        return [full.narrow(self.dim, start, stop - start) for start, stop in self.pieces()]
 
 
 def placements(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParamPlacement]]:
@@ -94,42 +199,42 @@ def placements(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParamPlac
 
 
 def place(module: nn.Module, name: str, placement: ParamPlacement) -> None:
-    """Declare the placement of `module`'s own parameter `name`."""
-    module.__dict__.setdefault("placements", {})[name] = placement
+    """Declare the placement of `module`'s own parameter `name`; call after nn.Module.__init__."""
+    if "placements" not in module.__dict__:
+        module.__dict__["placements"] = {}
+        module.register_state_dict_post_hook(_record_rank)
+        module.register_load_state_dict_pre_hook(_check_slices)
+    module.__dict__["placements"][name] = placement
 
 
-def finalize_gradients(module: nn.Module) -> None:
-    """Sum the gradients that the ranks hold in parts. Call once after backward, on every rank.
-
-    Touches partial gradients only (norms under sequence parallelism, q/k norms, replicated KV heads);
-    one all-reduce per group and dtype. Parameters without gradient count as zero on their rank.
-    """
-    buckets: dict[tuple[str, torch.dtype], list[tuple[nn.Parameter, ParamPlacement]]] = {}
-    for _, parameter, placement in placements(module):
-        if placement.needs_reduction and parameter.requires_grad:
-            key = (placement.group.name, parameter.dtype)
-            buckets.setdefault(key, []).append((parameter, placement))
-    for members in buckets.values():
-        _reduce_bucket(members)
+def _record_rank(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
+) -> None:
+    """Note in the metadata of a state dict whose slices it holds."""
+    metadata["tensor_parallel"] = {
+        name: (place.group.rank, place.group.size)
+        for name, place in module.__dict__["placements"].items()
+        if place.dim is not None
+    }
 
 
-def _reduce_bucket(members: Sequence[tuple[nn.Parameter, ParamPlacement]]) -> None:
-    parameter, placement = members[0]
-    total = sum(torch.Size(place.shape).numel() for _, place in members)
-    flat = torch.zeros(total, dtype=parameter.dtype, device=parameter.device)
-    pieces = []
-    offset = 0
-    for parameter, place in members:
-        size = torch.Size(place.shape).numel()
-        piece = place.slice(flat[offset : offset + size].view(place.shape))
-        if parameter.grad is not None:
-            piece.copy_(parameter.grad)
-        pieces.append((parameter, place, offset, size))
-        offset += size
-    flat = all_reduce(flat, placement.group)
-    for parameter, place, offset, size in pieces:
-        summed = place.slice(flat[offset : offset + size].view(place.shape))
-        if parameter.grad is None:
-            parameter.grad = summed.clone()
-        else:
-            parameter.grad.copy_(summed)
+def _check_slices(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+) -> None:
+    """Before `load_state_dict`: refuse slices that are not this rank's, also where the shapes agree."""
+    for name, placement in module.__dict__["placements"].items():
+        value = state.get(prefix + name)
+        if placement.dim is None or not isinstance(value, Tensor):
+            continue
+        group = placement.group
+        saved = metadata.get("tensor_parallel", {}).get(name, (group.rank, group.size))
+        if tuple(value.shape) == placement.local_shape() and saved == (group.rank, group.size):
+            continue
+        origin = "" if saved[1] == group.size == 1 else f", saved by rank {saved[0]} of {saved[1]}"
+        raise ShapeError(
+            f"load_state_dict: '{prefix}{name}' is {tuple(value.shape)}{origin}; rank {group.rank} of "
+            f"{group.size} holds {placement.local_shape()} of the unsplit {placement.shape}. A state dict "
+            "of slices fits the same rank of as many ranks only. load_full_state_dict(module, state) "
+            "takes unsplit tensors, load_sharded(directory, module) what save_sharded wrote, both on any "
+            "number of ranks"
+        )
