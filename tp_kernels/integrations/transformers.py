@@ -27,9 +27,9 @@ from tp_kernels.layers.heads import HeadShard, partition_heads
 from tp_kernels.layers.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
-    feature_ranges,
 )
 from tp_kernels.layers.placement import ParamPlacement, Ranges, place, placements
+from tp_kernels.layers.qkv import feature_ranges
 
 from .checkpoint import SafetensorsReader, read_slices
 from .llama import (
