@@ -1,6 +1,7 @@
 """Transformer layers divided over ranks; thin modules over `tp_kernels.ops`."""
 
 from .attention import ParallelAttention
+from .attention import KVCache, ParallelAttention
 from .block import ParallelTransformerBlock
 from .checkpoint import load_sharded, save_sharded
 from .dropout import ParallelDropout
