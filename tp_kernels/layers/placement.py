@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,18 @@ from tp_kernels.comm.group import ParallelGroup
 Piece: TypeAlias = tuple[int, int]
 Ranges: TypeAlias = Sequence[Piece | tuple[Piece, ...]]
 """What every rank holds along one dimension."""
+
+
+class Span(NamedTuple):
+    """A part of a rank's tensor along the divided dimension, with the same holders throughout.
+
+    [start, stop) in the unsplit tensor lies from `at` in the rank's own; `replica` earlier ranks hold it too.
+    """
+
+    start: int
+    stop: int
+    at: int
+    replica: int
 
 
 @dataclass(frozen=True)
@@ -90,18 +102,34 @@ class ParamPlacement:
         held = self.ranges[self.group.rank if rank is None else rank] or ((0, 0),)
         return (held,) if isinstance(held[0], int) else held
 
+    def spans(self, rank: int | None = None) -> list[Span]:
+        """The pieces of `rank`, cut where the ranks that hold them change; [] of a whole parameter."""
+        rank = self.group.rank if rank is None else rank
+        earlier = [self.pieces(before) for before in range(rank)]
+        edges = {edge for pieces in earlier for piece in pieces for edge in piece}
+        spans = []
+        at = 0
+        for start, stop in self.pieces(rank):
+            cuts = sorted({start, stop, *(edge for edge in edges if start < edge < stop)})
+            for low, high in pairwise(cuts):
+                replica = sum(any(a <= low and high <= b for a, b in pieces) for pieces in earlier)
+                spans.append(Span(low, high, at, replica))
+                at += high - low
+        return spans
+
     def owned(self, rank: int | None = None) -> tuple[Piece, ...]:
         """What of its pieces `rank` counts and saves: each element belongs to its first holder.
 
         () of a whole parameter, which rank 0 owns.
         """
-        return tuple((start, start + length) for start, _, length in self._owned(rank))
+        return tuple((span.start, span.stop) for span in self.spans(rank) if span.replica == 0)
 
     def owned_views(self, local: Tensor) -> list[Tensor]:
         """What this rank owns of its tensor (parameter, gradient, moment), one view per `owned` piece."""
         if self.dim is None:
             return [local] if self.group.rank == 0 else []
-        return [local.narrow(self.dim, at, length) for _, at, length in self._owned(None)]
+        spans = [span for span in self.spans() if span.replica == 0]
+        return [local.narrow(self.dim, span.at, span.stop - span.start) for span in spans]
 
     def views(self, local: Tensor) -> list[Tensor]:
         """This rank's tensor, one view per piece."""
@@ -135,8 +163,9 @@ class ParamPlacement:
         stacked = all_gather(rows, self.group, counts=counts).split(counts)
         full = rows.new_empty(self.shape[self.dim], *rows.shape[1:])
         for rank, part in enumerate(stacked):
-            for start, at, length in self._owned(rank):
-                full[start : start + length] = part[at : at + length]
+            for start, stop, at, replica in self.spans(rank):
+                if replica == 0:
+                    full[start:stop] = part[at : at + stop - start]
         return full.movedim(0, self.dim).contiguous()
 
     def check(self, local: Tensor) -> None:
@@ -157,21 +186,6 @@ class ParamPlacement:
             return [full]
         return [full.narrow(self.dim, start, stop - start) for start, stop in self.pieces()]
 
-    def _owned(self, rank: int | None) -> list[tuple[int, int, int]]:
-        """(start in the unsplit tensor, start in the rank's own, length) of each part that it owns."""
-        rank = self.group.rank if rank is None else rank
-        earlier = [piece for before in range(rank) for piece in self.pieces(before)]
-        parts = []
-        at = 0
-        for start, stop in self.pieces(rank):
-            free = [(start, stop)]
-            for low, high in earlier:
-                free = [part for a, b in free for part in ((a, min(b, low)), (max(a, high), b))]
-                free = [(a, b) for a, b in free if a < b]
-            parts += [(a, at + a - start, b - a) for a, b in free if a < b]
-            at += stop - start
-        return parts
-
 
 def placements(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParamPlacement]]:
     """(qualified name, parameter, placement) of every placed parameter; shared ones appear once."""
@@ -185,5 +199,42 @@ def placements(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParamPlac
 
 
 def place(module: nn.Module, name: str, placement: ParamPlacement) -> None:
-    """Declare the placement of `module`'s own parameter `name`."""
-    module.__dict__.setdefault("placements", {})[name] = placement
+    """Declare the placement of `module`'s own parameter `name`; call after nn.Module.__init__."""
+    if "placements" not in module.__dict__:
+        module.__dict__["placements"] = {}
+        module.register_state_dict_post_hook(_record_rank)
+        module.register_load_state_dict_pre_hook(_check_slices)
+    module.__dict__["placements"][name] = placement
+
+
+def _record_rank(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
+) -> None:
+    """Note in the metadata of a state dict whose slices it holds."""
+    metadata["tensor_parallel"] = {
+        name: (place.group.rank, place.group.size)
+        for name, place in module.__dict__["placements"].items()
+        if place.dim is not None
+    }
+
+
+def _check_slices(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+) -> None:
+    """Before `load_state_dict`: refuse slices that are not this rank's, also where the shapes agree."""
+    for name, placement in module.__dict__["placements"].items():
+        value = state.get(prefix + name)
+        if placement.dim is None or not isinstance(value, Tensor):
+            continue
+        group = placement.group
+        saved = metadata.get("tensor_parallel", {}).get(name, (group.rank, group.size))
+        if tuple(value.shape) == placement.local_shape() and saved == (group.rank, group.size):
+            continue
+        origin = "" if saved[1] == group.size == 1 else f", saved by rank {saved[0]} of {saved[1]}"
+        raise ShapeError(
+            f"load_state_dict: '{prefix}{name}' is {tuple(value.shape)}{origin}; rank {group.rank} of "
+            f"{group.size} holds {placement.local_shape()} of the unsplit {placement.shape}. A state dict "
+            "of slices fits the same rank of as many ranks only. load_full_state_dict(module, state) "
+            "takes unsplit tensors, load_sharded(directory, module) what save_sharded wrote, both on any "
+            "number of ranks"
+        )
