@@ -12,6 +12,8 @@ from tp_kernels.ops import (
     gather_features,
     gather_rows,
     reduce_from_ranks,
+    reduce_scatter_rows,
+    scatter_features,
     scatter_rows,
 )
 
@@ -55,20 +57,26 @@ def of_ranks(group: ParallelGroup, shape: tuple[int, ...]) -> None:
 
 def rows(group: ParallelGroup, shape: tuple[int, ...]) -> None:
     whole = integers(1, *shape)
-    mine = whole.tensor_split(group.size)[group.rank]
-    x = whole.clone().requires_grad_()
-    y = scatter_rows(x, group=group)
-    assert torch.equal(y, mine)
-    assert torch.equal(gradient(y, x, mine), whole)
-    x = mine.clone().requires_grad_()
-    y = gather_rows(x, group=group, rows=shape[0])
-    assert torch.equal(y, whole)
-    assert torch.equal(gradient(y, x, whole), mine)
-    if group.size > 1:
-        y = gather_rows(x, group=group, rows=shape[0], gradient="reduce_scatter")
-        parts = [integers(rank, *shape) for rank in range(group.size)]
-        expected = sum(parts).tensor_split(group.size)[group.rank]
-        assert torch.equal(gradient(y, x, parts[group.rank]), expected)
+    parts = [integers(rank, *shape) for rank in range(group.size)]
+    for dim in (0, -1):
+        options = {"group": group, "dim": dim}
+        mine = whole.tensor_split(group.size, dim)[group.rank]
+        x = whole.clone().requires_grad_()
+        y = scatter_rows(x, **options)
+        assert torch.equal(y, mine)
+        assert torch.equal(gradient(y, x, mine), whole)
+        y = reduce_scatter_rows(x * (group.rank + 1), **options)
+        factor = group.size * (group.size + 1) // 2
+        assert torch.equal(y, mine * factor)
+        assert torch.equal(gradient(y, x, mine), whole * (group.rank + 1))
+        x = mine.clone().requires_grad_()
+        y = gather_rows(x, rows=shape[dim], **options)
+        assert torch.equal(y, whole)
+        assert torch.equal(gradient(y, x, whole), mine)
+        if group.size > 1:
+            y = gather_rows(x, rows=shape[dim], gradient="reduce_scatter", **options)
+            expected = sum(parts).tensor_split(group.size, dim)[group.rank]
+            assert torch.equal(gradient(y, x, parts[group.rank]), expected)
 
 
 def features(group: ParallelGroup, shape: tuple[int, ...]) -> None:
@@ -78,6 +86,15 @@ def features(group: ParallelGroup, shape: tuple[int, ...]) -> None:
     y = gather_features(x, [part.shape[-1] for part in parts], group=group)
     assert torch.equal(y, whole) and y.is_contiguous()
     assert torch.equal(gradient(y, x, whole), parts[group.rank])
+    sizes = [part.shape[-1] for part in parts][::-1]
+    for given, mine in (
+        (None, parts[group.rank]),
+        (sizes, whole.split(sizes, dim=-1)[group.rank]),
+    ):
+        z = whole.clone().requires_grad_()
+        part = scatter_features(z, given, group=group)
+        assert torch.equal(part, mine) and (group.size == 1 or part.is_contiguous())
+        assert torch.equal(gradient(part, z, mine), whole)
     with torch.no_grad():
         direct = gather_features(x, [part.shape[-1] for part in parts], group=group)
     assert torch.equal(direct, whole)
@@ -93,4 +110,6 @@ def refuse() -> None:
             gather_rows(torch.ones(2), group=group, gradient="sum")
         with pytest.raises(ShapeError, match="its share of rows=9"):
             gather_rows(torch.ones(2), group=group, rows=9)
+        with pytest.raises(ShapeError, match=r"sizes=\[1, 2\].*together 4"):
+            scatter_features(torch.ones(3, 4), [1, 2], group=group)
         assert gather_rows(torch.ones(2), group=group).shape == (4,)

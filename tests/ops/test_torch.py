@@ -25,6 +25,8 @@ from tp_kernels.ops import (
     gather_features,
     gather_rows,
     reduce_from_ranks,
+    reduce_scatter_rows,
+    scatter_features,
     scatter_rows,
 )
 
@@ -63,10 +65,35 @@ def samples(group: ParallelGroup) -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "gather_rows", (t(5, 4), counts, True, name)
     yield "scatter_rows", (t(rows, 4), counts, name)
     yield "gather_features", (t(5, 4), [4] * group.size, name)
+    yield "scatter_features", (t(5, rows), counts, name)
     for op in ("reduce_from_ranks", "copy_to_ranks"):
         yield op, (t(5, 4), name)
-    for op in ("reduce_scatter_rows", "all_reduce"):
-        yield op, (many, name)
+    yield "reduce_scatter_rows", (t(rows, 4), name)
+    yield "all_reduce", (many, name)
+    yield from local_samples()
+
+
+def local_samples() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """As samples, for the ops that send nothing."""
+
+    def t(*shape: int) -> Tensor:
+        return torch.randn(*shape, requires_grad=True)
+
+    plain, x = "reference", torch.randn(3, 4)
+    key = torch.tensor(7)
+    for how in ("host", plain):
+        yield "dropout", (t(3, 4), None, key, 0.3, 1, 2, 9, how)
+        yield "dropout", (t(3, 4, 2).transpose(0, 1), t(4, 3, 2), key, 0.3, 0, 0, 4, how)
+    yield "gated", (t(3, 4), t(3, 4), "gelu", plain)
+    yield "gated_backward", (x, x.cos(), x.sin(), "silu", plain)
+    table = torch.randn(1, 3, 2)
+    yield "apply_rotary", (t(2, 3, 4, 5), table.cos(), table.sin(), True, False, plain)
+    weight = torch.randn(4)
+    yield "norm", (t(3, 4), None, t(4), None, 1e-5, False, True, plain)
+    yield "norm", (t(3, 4), t(3, 4), t(4), t(4), 1e-5, True, False, plain)
+    saved = (weight, torch.rand(3), torch.rand(3))
+    yield "norm_backward", (x, x.cos(), x.sin(), *saved, True, False, plain)
+    yield "norm_backward", (x, None, x.sin(), *saved[:2], None, False, True, plain)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -316,6 +343,8 @@ def differentiable(group: ParallelGroup) -> Iterator[tuple[str, Callable[..., Te
             lambda x, w, g=gradient: gather_rows(x, group=group, gradient=g),
         )
     yield "scatter_rows", lambda x, w: scatter_rows(x, group=group)
+    yield "reduce_scatter_rows", lambda x, w: reduce_scatter_rows(x, group=group)
+    yield "scatter_features", lambda x, w: scatter_features(x, group=group)
     yield "gather_features", lambda x, w: gather_features(x, [3, 3], group=group)
     yield "copy_to_ranks", lambda x, w: copy_to_ranks(x, group=group)
     yield "reduce_from_ranks", lambda x, w: reduce_from_ranks(x, group=group)

@@ -47,6 +47,13 @@ def value_and_slope(x, ACTIVATION: tl.constexpr):
         value = x * s
         bend = s * rest * 1.5957691216057308 * x * (1.0 + 0.134145 * square)
         slope = s + tl.where(s * rest == 0, 0.0, bend)  # the square may be infinite
+    elif ACTIVATION == "relu":
+        value = tl.where(x > 0, x, tl.where(x != x, x, 0.0))  # NaN stays
+        slope = tl.where(x > 0, 1.0, 0.0)
+    elif ACTIVATION == "relu2":
+        above = tl.where(x > 0, x, tl.where(x != x, x, 0.0))
+        value = above * above
+        slope = 2.0 * above
     else:
         s = 0.5 * (1.0 + tl.erf(0.7071067811865476 * x))
         value = x * s
@@ -61,8 +68,5 @@ def activate(value, TYPE: tl.constexpr, ACTIVATION: tl.constexpr):
     if ACTIVATION is None:
         return rounded
     x = widen(rounded)
-    if ACTIVATION == "relu":
-        y = tl.where(x > 0, x, tl.where(x != x, x, 0.0))  # NaN stays
-    else:
-        y, _ = value_and_slope(x, ACTIVATION)
+    y, _ = value_and_slope(x, ACTIVATION)
     return narrow(y, TYPE)

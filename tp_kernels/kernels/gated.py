@@ -6,6 +6,7 @@
     silu:       act(x) = x s(x)                                       with s(x) = 1 / (1 + exp(-x))
     gelu:       act(x) = x (1 + erf(x / sqrt(2))) / 2
     gelu_tanh:  act(x) = x (1 + tanh(z)) / 2 = x s(2 z)               with z = sqrt(2 / pi) (x + 0.044715 x^3)
+    relu:       act(x) = max(x, 0);                                   relu2 is its square
 
 In float32, rounded once; torch's `silu(gate) * up` rounds the activation as well. Like torch's, gelu by erf
 has few correct digits far below zero, where it is next to nothing. Backward needs gate and up only: the
@@ -27,7 +28,7 @@ from ._activation import value_and_slope
 from ._device import narrow, widen
 from ._launch import check_alike, launch, rows_of, tile_at, tiles, tiling
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 
 
 def reference(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
@@ -35,6 +36,8 @@ def reference(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
     wide = gate.float()
     if activation == "silu":
         active = torch.nn.functional.silu(wide)
+    elif activation in ("relu", "relu2"):
+        active = wide.relu() if activation == "relu" else wide.relu().square()
     else:
         form = "tanh" if activation == "gelu_tanh" else "none"
         active = torch.nn.functional.gelu(wide, approximate=form)
@@ -103,6 +106,26 @@ def geglu_backward(
 ) -> tuple[Tensor, ...]:
     """As swiglu_backward."""
     return _backward("geglu", _form(approximate), dy, gate, up)
+
+
+def gated(gate: Tensor, up: Tensor | None = None, activation: str = "silu") -> Tensor:
+    """act(gate) * up for one of ACTIVATIONS; otherwise as `swiglu`."""
+    return _forward("gated", _known(activation), gate, up)
+
+
+def gated_backward(
+    dy: Tensor, gate: Tensor, up: Tensor | None = None, activation: str = "silu"
+) -> tuple[Tensor, ...]:
+    """As swiglu_backward."""
+    return _backward("gated", _known(activation), dy, gate, up)
+
+
+def _known(activation: str) -> str:
+    if activation not in ACTIVATIONS:
+        raise UnsupportedError(
+            f"gated: activation={activation!r}; known are {', '.join(ACTIVATIONS)}"
+        )
+    return activation
 
 
 def _form(approximate: str) -> str:

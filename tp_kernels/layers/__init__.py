@@ -2,11 +2,15 @@
 
 from .attention import KVCache, ParallelAttention
 from .checkpoint import load_sharded, save_sharded
+from .dropout import ParallelDropout
 from .embedding import ParallelLMHead, VocabParallelEmbedding
+from .gradients import finalize_gradients
 from .heads import HeadShard, partition_heads
 from .linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from .mlp import ParallelMLP
-from .placement import ParamPlacement, finalize_gradients, placements
+from .norm import LayerNorm, RMSNorm
+from .placement import ParamPlacement, placements
+from .random import RandomStreams, draw_key
 from .sharded import ShardedTensor, as_dtensor, sharded_state_dict
 from .state import full_state_dict, full_tensors, load_full_state_dict
 
@@ -14,15 +18,20 @@ __all__ = [
     "ColumnParallelLinear",
     "HeadShard",
     "KVCache",
+    "LayerNorm",
     "ParallelAttention",
+    "ParallelDropout",
     "ParallelLMHead",
     "ParallelMLP",
     "ParamPlacement",
     "QKVParallelLinear",
+    "RMSNorm",
+    "RandomStreams",
     "RowParallelLinear",
     "ShardedTensor",
     "VocabParallelEmbedding",
     "as_dtensor",
+    "draw_key",
     "finalize_gradients",
     "full_state_dict",
     "full_tensors",

@@ -7,6 +7,7 @@ outputs of row-parallel layers are then divided by rows (the first dimension) in
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from tp_kernels.ops import (
     gather_features,
     linear_all_reduce,
     linear_reduce_scatter,
+    scatter_features,
 )
 
 from .heads import HeadShard, partition_heads
@@ -43,21 +45,28 @@ class _ShardedLinear(nn.Module):
         in_features: int,
         out_features: int,
         bias: bool,
+        dim: int,
+        *,
         group: GroupLike,
         sequence_parallel: bool,
-        dim: int,
+        batch_first: bool | None,
+        skip_bias_add: bool,
+        out_dtype: torch.dtype | None,
         ranges: Ranges | None,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
         self.group: ParallelGroup = as_group(group)
+        name = type(self).__name__
         if in_features < 1 or out_features < 1:
-            raise ShapeError(
-                f"{type(self).__name__}({in_features}, {out_features}): features must be positive"
-            )
+            raise ShapeError(f"{name}({in_features}, {out_features}): features must be positive")
+        if out_dtype is not None and not out_dtype.is_floating_point:
+            raise UnsupportedError(f"{name}: out_dtype={out_dtype} is no floating-point dtype")
         self.in_features, self.out_features = in_features, out_features
         self.sequence_parallel = sequence_parallel
+        self.batch_first = not sequence_parallel if batch_first is None else batch_first
+        self.skip_bias_add, self.out_dtype = skip_bias_add, out_dtype
         split = (out_features, in_features)[dim]
         self.ranges = tuple(ranges) if ranges else even_ranges(split, self.group.size)
         shape = (out_features, in_features)
@@ -66,8 +75,10 @@ class _ShardedLinear(nn.Module):
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.weight = nn.Parameter(torch.empty(placement.local_shape(), **options))
         if bias:
-            division = (0, self.ranges) if dim == 0 else ()  # else whole
-            place(self, "bias", ParamPlacement(self.group, (out_features,), *division))
+            division: dict[str, Any] = {"dim": 0, "ranges": self.ranges}
+            if dim == 1:  # whole; a caller who adds it adds it to the rows of this rank
+                division = {"partial_gradient": sequence_parallel and skip_bias_add}
+            place(self, "bias", ParamPlacement(self.group, (out_features,), **division))
             self.bias = nn.Parameter(torch.empty(self.placements["bias"].local_shape(), **options))
         else:
             self.register_parameter("bias", None)
@@ -98,6 +109,40 @@ class _ShardedLinear(nn.Module):
         if self.bias is not None and bias is not None:
             self.bias.copy_(self.placements["bias"].slice(bias))
 
+    def used_weight(self, given: Tensor | None) -> Tensor:
+        """The layer's weight, or the one passed at call, which has to be divided alike."""
+        if given is None:
+            return self.weight
+        shape = self.placements["weight"].local_shape()
+        if tuple(given.shape) != shape:
+            raise ShapeError(
+                f"{type(self).__name__} on rank {self.group.rank} of {self.group.size}: weight= is "
+                f"{tuple(given.shape)}; expected this rank's part {shape} of {self.out_features} x "
+                f"{self.in_features}"
+            )
+        return given
+
+    @property
+    def added_bias(self) -> Tensor | None:
+        return None if self.skip_bias_add else self.bias
+
+    def finish(self, y: Tensor) -> Any:
+        """The result of `forward` of the result of the op."""
+        if self.out_dtype is not None:
+            y = y.to(self.out_dtype)
+        return (y, self.bias) if self.skip_bias_add else y
+
+    def _sizes(self, option: str) -> list[int]:
+        """Features of every rank, where all of them follow each other in the unsplit tensor."""
+        placement = self.placements["weight"]
+        held = [piece for rank in range(self.group.size) for piece in placement.pieces(rank)]
+        if len(held) != self.group.size or any(a[1] != b[0] for a, b in pairwise(held)):
+            raise UnsupportedError(
+                f"{type(self).__name__}: {option} needs one range of features per rank, one after the "
+                f"other; ranges={self.ranges}"
+            )
+        return [stop - start for start, stop in held]
+
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
@@ -114,10 +159,24 @@ class ColumnParallelLinear(_ShardedLinear):
         bias: divided like the output.
         group: ParallelGroup, ProcessGroup, one-dimensional DeviceMesh, or None for the default group.
         sequence_parallel: the input is this rank's rows [R_r, ..., K] and is gathered by the op.
-        gather_output: return all features on every rank, for use that is the same everywhere.
-        ranges: [start, stop) of the output features of every rank, instead of an even division.
+        batch_first: rows are the second dimension of an input [b, R_r, ..., K]; None: the first. It says
+            something under sequence parallelism only.
+        gather_output: return all features on every rank, for use that is the same everywhere. Under
+            sequence parallelism that is the whole output: all rows, all features.
+        skip_bias_add: return (y, bias) and leave it to the caller to add the bias [N_r] (None without one).
+        out_dtype: of y, which is rounded in the dtype of x first.
+        gathered: under sequence parallelism, "keep" the gathered input for the weight gradient or "redo"
+            the gather, see all_gather_linear.
+        ranges: of every rank, [start, stop) of the output features (or a tuple of such pieces), instead of
+            an even division.
 
-    forward(x [..., K], rows=None) -> [..., N_r]; `rows` is R under sequence parallelism, default R_r * W.
+    forward(x [..., K], rows=None, weight=None) -> [..., N_r], or (that, bias) with skip_bias_add.
+        rows: R under sequence parallelism; default R_r * W.
+        weight: [N_r, K] instead of the layer's own, as of a tied embedding; its gradients go there.
+
+    Raises:
+        ShapeError, UnsupportedError: sizes and options that do not go together; on all ranks, before
+            anything is sent.
     """
 
     def __init__(
@@ -128,32 +187,66 @@ class ColumnParallelLinear(_ShardedLinear):
         *,
         group: GroupLike = None,
         sequence_parallel: bool = False,
+        batch_first: bool | None = None,
         gather_output: bool = False,
+        skip_bias_add: bool = False,
+        out_dtype: torch.dtype | None = None,
+        gathered: str = "keep",
         ranges: Ranges | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        if gather_output and skip_bias_add:
+            raise UnsupportedError(
+                "ColumnParallelLinear: gather_output=True with skip_bias_add=True would return all "
+                "features with this rank's part of the bias; use one of them"
+            )
+        if gathered not in ("keep", "redo") or (gathered == "redo" and not sequence_parallel):
+            raise UnsupportedError(
+                f"ColumnParallelLinear: gathered={gathered!r}; 'keep', or under sequence_parallel=True "
+                "'redo'"
+            )
         super().__init__(
-            in_features, out_features, bias, group, sequence_parallel, 0, ranges, device, dtype
+            in_features,
+            out_features,
+            bias,
+            0,
+            group=group,
+            sequence_parallel=sequence_parallel,
+            batch_first=batch_first,
+            skip_bias_add=skip_bias_add,
+            out_dtype=out_dtype,
+            ranges=ranges,
+            device=device,
+            dtype=dtype,
         )
-        self.gather_output = gather_output
+        self.gather_output, self.gathered = gather_output, gathered
+        if gather_output:
+            self.sizes = self._sizes("gather_output=True")
 
-    def forward(self, x: Tensor, rows: int | None = None) -> Tensor:
-        (y,) = column_parallel(x, [self], rows)
+    def forward(self, x: Tensor, rows: int | None = None, weight: Tensor | None = None) -> Any:
+        return column_parallel(x, [self], rows, [weight])[0]
+
+    def finish(self, y: Tensor) -> Any:
         if self.gather_output:
-            place = self.placements["weight"]
-            sizes = [place.local_shape(rank)[0] for rank in range(self.group.size)]
-            y = gather_features(y, sizes, group=self.group)
-        return y
+            y = gather_features(y, self.sizes, group=self.group)
+        return super().finish(y)
 
 
 class RowParallelLinear(_ShardedLinear):
     """y = x W^T + b with the input features divided over ranks; the sum is completed by the op.
 
-    Args: as ColumnParallelLinear; `ranges` divide the input features. bias is whole on every rank and
-    added once. Under sequence parallelism the output is this rank's rows.
+    Args: as ColumnParallelLinear, but
+        ranges: divide the input features.
+        bias: whole on every rank, added once. Its gradient is complete on every rank, unless the caller adds
+            it (skip_bias_add) to this rank's rows: then `finalize_gradients` completes it.
+        sequence_parallel: the output is this rank's rows.
+        input_is_parallel: False: the input [..., K] is whole and equal on all ranks, and each takes its
+            features of it; the gradient of the input is whole, too.
 
-    forward(x [..., K_r]) -> [..., N], or [split_sizes(R, W)[rank], ..., N] of x [R, ..., K_r].
+    forward(x [..., K_r], rows=None, weight=None) -> [..., N], or (that, bias) with skip_bias_add; under
+    sequence parallelism [split_sizes(R, W)[rank], ..., N] of x [R, ..., K_r], or with batch_first
+    [b, split_sizes(R, W)[rank], ..., N] of x [b, R, ..., K_r]. rows: R; says nothing new, is compared.
     """
 
     def __init__(
@@ -164,17 +257,45 @@ class RowParallelLinear(_ShardedLinear):
         *,
         group: GroupLike = None,
         sequence_parallel: bool = False,
+        batch_first: bool | None = None,
+        input_is_parallel: bool = True,
+        skip_bias_add: bool = False,
+        out_dtype: torch.dtype | None = None,
         ranges: Ranges | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
-            in_features, out_features, bias, group, sequence_parallel, 1, ranges, device, dtype
+            in_features,
+            out_features,
+            bias,
+            1,
+            group=group,
+            sequence_parallel=sequence_parallel,
+            batch_first=batch_first,
+            skip_bias_add=skip_bias_add,
+            out_dtype=out_dtype,
+            ranges=ranges,
+            device=device,
+            dtype=dtype,
         )
+        self.input_is_parallel = input_is_parallel
+        if not input_is_parallel:
+            self.sizes = self._sizes("input_is_parallel=False")
 
-    def forward(self, x: Tensor) -> Tensor:
-        op = linear_reduce_scatter if self.sequence_parallel else linear_all_reduce
-        return op(x, self.weight, self.bias, group=self.group)
+    def forward(self, x: Tensor, rows: int | None = None, weight: Tensor | None = None) -> Any:
+        if not self.input_is_parallel:
+            x = scatter_features(x, self.sizes, group=self.group)
+        weight = self.used_weight(weight)
+        if not self.sequence_parallel:
+            refuse_rows(self, rows)
+            y = linear_all_reduce(x, weight, self.added_bias, group=self.group)
+            return self.finish(y)
+        x = rows_first(self, x)
+        if rows is not None and rows != x.shape[0]:
+            raise ShapeError(f"RowParallelLinear: x has {x.shape[0]} rows, but rows={rows}")
+        y = linear_reduce_scatter(x, weight, self.added_bias, group=self.group)
+        return self.finish(rows_first(self, y))
 
 
 class QKVParallelLinear(nn.Module):
@@ -229,20 +350,48 @@ class QKVParallelLinear(nn.Module):
 
 
 def column_parallel(
-    x: Tensor, layers: Sequence[ColumnParallelLinear], rows: int | None = None
-) -> tuple[Tensor, ...]:
-    """Several column-parallel layers on one input: one gather forward, one reduction backward."""
+    x: Tensor,
+    layers: Sequence[ColumnParallelLinear],
+    rows: int | None = None,
+    weights: Sequence[Tensor | None] | None = None,
+) -> tuple[Any, ...]:
+    """What each of several layers makes of one input: one gather forward, one reduction backward.
+
+    The layers agree in group, sequence_parallel, batch_first and gathered. weights: passed at call.
+    """
     first = layers[0]
-    weights = [layer.weight for layer in layers]
-    biases = [layer.bias for layer in layers]
+    given = weights or [None] * len(layers)
+    used = [layer.used_weight(weight) for layer, weight in zip(layers, given, strict=True)]
+    biases = [layer.added_bias for layer in layers]
     ys: Tensor | tuple[Tensor, ...]
     if first.sequence_parallel:
-        ys = all_gather_linear(x, weights, biases, group=first.group, rows=rows)
-    elif rows is not None:
-        raise UnsupportedError("rows= has a meaning only under sequence_parallel=True")
+        x = rows_first(first, x)
+        ys = all_gather_linear(
+            x, used, biases, group=first.group, rows=rows, gathered=first.gathered
+        )
+        ys = tuple(rows_first(first, y) for y in ys)
     else:
-        ys = copy_linear(x, weights, biases, group=first.group)
-    return tuple(ys)
+        refuse_rows(first, rows)
+        ys = copy_linear(x, used, biases, group=first.group)
+    return tuple(layer.finish(y) for layer, y in zip(layers, ys, strict=True))
+
+
+def rows_first(layer: _ShardedLinear, x: Tensor) -> Tensor:
+    """[b, s, ...] <-> [s, b, ...] where the layer's rows are the second dimension."""
+    if not (layer.sequence_parallel and layer.batch_first):
+        return x
+    if x.dim() < 3:
+        raise ShapeError(
+            f"{type(layer).__name__}(batch_first=True): x is {tuple(x.shape)}, expected [b, s, ..., K]"
+        )
+    return x.transpose(0, 1)
+
+
+def refuse_rows(layer: _ShardedLinear, rows: int | None) -> None:
+    if rows is not None:
+        raise UnsupportedError(
+            f"{type(layer).__name__}: rows= has a meaning only under sequence_parallel=True"
+        )
 
 
 def feature_ranges(shards: Sequence[HeadShard], head_dim: int) -> tuple[Ranges, Ranges]:

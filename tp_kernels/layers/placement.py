@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from tp_kernels.comm.collectives import all_gather, all_reduce
+from tp_kernels.comm.collectives import all_gather
 from tp_kernels.comm.errors import ShapeError
 from tp_kernels.comm.group import ParallelGroup
 
@@ -238,35 +238,3 @@ def _check_slices(
             "takes unsplit tensors, load_sharded(directory, module) what save_sharded wrote, both on any "
             "number of ranks"
         )
-
-
-def finalize_gradients(module: nn.Module) -> None:
-    """Sum the gradients that the ranks hold in parts. Call once after backward, on every rank.
-
-    Touches partial gradients only (norms under sequence parallelism, q/k norms, replicated KV heads);
-    one all-reduce per group and dtype. Parameters without gradient count as zero on their rank.
-    """
-    buckets: dict[tuple[str, torch.dtype], list[tuple[nn.Parameter, ParamPlacement]]] = {}
-    for _, parameter, placement in placements(module):
-        if placement.needs_reduction and parameter.requires_grad:
-            key = (placement.group.name, parameter.dtype)
-            buckets.setdefault(key, []).append((parameter, placement))
-    for members in buckets.values():
-        _reduce_bucket(members)
-
-
-def _reduce_bucket(members: Sequence[tuple[nn.Parameter, ParamPlacement]]) -> None:
-    parameter, placement = members[0]
-    total = sum(torch.Size(place.shape).numel() for _, place in members)
-    flat = torch.zeros(total, dtype=parameter.dtype, device=parameter.device)
-    unsplit = flat.split([torch.Size(place.shape).numel() for _, place in members])
-    for (parameter, place), full in zip(members, unsplit, strict=True):
-        if parameter.grad is not None:
-            place.fill(full.view(place.shape), parameter.grad)
-    all_reduce(flat, placement.group, out=flat)
-    for (parameter, place), full in zip(members, unsplit, strict=True):
-        summed = place.slice(full.view(place.shape))
-        if parameter.grad is None:
-            parameter.grad = summed.clone()
-        else:
-            parameter.grad.copy_(summed)

@@ -1,28 +1,43 @@
-"""Functional ops: sharded products with their collectives, and collectives with gradients."""
+"""Functional ops: sharded products with their collectives, collectives with gradients, element-wise work."""
 
 from .all_gather_linear import all_gather_linear
 from .all_reduce_rms_norm import all_reduce_rms_norm, linear_all_reduce_rms_norm
 from .copy_linear import copy_linear
+from .dropout import dropout
+from .gated import gated, geglu, swiglu
 from .linear_all_reduce import linear_all_reduce
 from .linear_reduce_scatter import linear_reduce_scatter
+from .norm import layer_norm, rms_norm
 from .regions import (
     copy_to_ranks,
     gather_features,
     gather_rows,
     reduce_from_ranks,
+    reduce_scatter_rows,
+    scatter_features,
     scatter_rows,
 )
+from .rotary import apply_rotary
 
 __all__ = [
     "all_gather_linear",
     "all_reduce_rms_norm",
+    "apply_rotary",
     "copy_linear",
     "copy_to_ranks",
+    "dropout",
+    "gated",
     "gather_features",
     "gather_rows",
+    "geglu",
+    "layer_norm",
     "linear_all_reduce",
     "linear_all_reduce_rms_norm",
     "linear_reduce_scatter",
     "reduce_from_ranks",
+    "reduce_scatter_rows",
+    "rms_norm",
+    "scatter_features",
     "scatter_rows",
+    "swiglu",
 ]

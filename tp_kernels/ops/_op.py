@@ -25,6 +25,7 @@ ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor] | None] = {
     "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
     "silu": torch.nn.functional.silu,
     "relu": torch.nn.functional.relu,
+    "relu2": lambda x: torch.nn.functional.relu(x).square(),  # So et al., 2021 (Primer)
 }
 # Implementations that `group.short` stands in for, where it can.
 SHORT = ("auto", "host")
@@ -61,12 +62,24 @@ class Op:
     def _check_traceable(self, args: Sequence[Any]) -> None:
         if torch._C._get_tracing_state() is not None:  # knows no lists of row counts
             raise UnsupportedError(f"{self._overload}: torch.jit.trace cannot; use torch.compile")
-        if forward_ad._current_level < 0:
+        transforms, tangents = (
+            torch._C._are_functorch_transforms_active(),
+            forward_ad._current_level,
+        )
+        if not transforms and tangents < 0:
             return
-        for t in _flatten(args)[1]:
-            if (
-                isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None
-            ):  # torch drops it
+        tensors = [t for t in _flatten(args)[1] if isinstance(t, Tensor)]
+        # They differentiate every backward again, and one that communicates has no derivative.
+        functorch = torch._C._functorch
+        if transforms and any(
+            functorch.is_gradtrackingtensor(t) or functorch.is_batchedtensor(t) for t in tensors
+        ):
+            raise UnsupportedError(
+                f"{self._overload}: transforms of torch.func (grad, vjp, jvp, vmap) are not supported; "
+                "call torch.func.functional_call, then backward() or torch.autograd.grad"
+            )
+        for t in tensors if tangents >= 0 else ():
+            if forward_ad.unpack_dual(t).tangent is not None:  # torch drops it
                 raise UnsupportedError(
                     f"{self._overload}: forward-mode differentiation is not supported; use backward()"
                 )
