@@ -6,6 +6,7 @@ from .dropout import ParallelDropout
 from .embedding import ParallelLMHead, VocabParallelEmbedding
 from .gradients import finalize_gradients
 from .heads import HeadShard, partition_heads
+from .initialize import initialize_, materialize
 from .linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from .mlp import ParallelMLP
 from .norm import LayerNorm, RMSNorm
@@ -35,8 +36,10 @@ __all__ = [
     "finalize_gradients",
     "full_state_dict",
     "full_tensors",
+    "initialize_",
     "load_full_state_dict",
     "load_sharded",
+    "materialize",
     "partition_heads",
     "placements",
     "save_sharded",
