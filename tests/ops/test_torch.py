@@ -66,6 +66,7 @@ def samples(group: ParallelGroup) -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "scatter_rows", (t(rows, 4), counts, name)
     yield "gather_features", (t(5, 4), [4] * group.size, name)
     yield "scatter_features", (t(5, rows), counts, name)
+    yield from loss_samples(group, t)
     for op in ("reduce_from_ranks", "copy_to_ranks"):
         yield op, (t(5, 4), name)
     yield "reduce_scatter_rows", (t(rows, 4), name)
@@ -94,6 +95,27 @@ def local_samples() -> Iterator[tuple[str, tuple[Any, ...]]]:
     saved = (weight, torch.rand(3), torch.rand(3))
     yield "norm_backward", (x, x.cos(), x.sin(), *saved, True, False, plain)
     yield "norm_backward", (x, None, x.sin(), *saved[:2], None, False, True, plain)
+
+
+def loss_samples(
+    group: ParallelGroup, t: Callable[..., Tensor]
+) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Six words on every rank."""
+    name, size, labels = group.name, group.size, torch.tensor([0, 3, -100, 5, 2])
+    plain = (6 * size, 6 * group.rank, -100, 0.0, 0.0, None)
+    full = (6 * size, 6 * group.rank, -100, 0.1, 0.01, 20.0)
+    for options in (plain, full):
+        yield "vocab_parallel_cross_entropy", (t(5, 6), labels, *options, name, "auto")
+        yield "linear_cross_entropy", (t(5, 4), t(6, 4), labels, t(6), 0, 2, *options, name)
+        d_loss, logits, saved = torch.ones(5), torch.randn(5, 6), torch.ones(2, 5)
+        backward = (d_loss, logits, labels, saved, *options, name, "auto")
+        yield "vocab_parallel_cross_entropy_backward", backward
+        x, w, b = torch.randn(5, 4), torch.randn(6, 4), torch.randn(6)
+        for need in ((True, True, True), (True, False, False), (False, True, False)):
+            backward = (d_loss, x, w, labels, b, saved, *need, 0, 2, *options, name)
+            yield "linear_cross_entropy_backward", backward
+    labels = torch.zeros(5 * size, dtype=torch.int64)
+    yield "linear_cross_entropy", (t(5, 4), t(6, 4), labels, None, 1, 2, *plain, name)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -31,6 +31,7 @@ OPERATIONS = {
     "kernel all_gather_linear": 26,
     "kernel all_gather_weight_gradient": 27,
     "kernel all_reduce_rms_norm": 28,
+    "kernel vocab_parallel_cross_entropy": 29,
     "broadcast": 32,
     "broadcast_object": 33,
     "all_gather_object": 34,

@@ -22,13 +22,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from tp_kernels.comm.collectives import barrier
 from tp_kernels.comm.errors import ShapeError, UnsupportedError
 from tp_kernels.comm.group import GroupLike, ParallelGroup, as_group
-from tp_kernels.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from tp_kernels.layers.embedding import VocabParallelEmbedding
 from tp_kernels.layers.heads import HeadShard, partition_heads
 from tp_kernels.layers.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
     feature_ranges,
 )
+from tp_kernels.layers.lm_head import ParallelLMHead
 from tp_kernels.layers.placement import ParamPlacement, Ranges, place, placements
 from tp_kernels.layers.state import full_state_dict
 

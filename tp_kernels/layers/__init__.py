@@ -4,10 +4,15 @@ from .attention import KVCache, ParallelAttention
 from .checkpoint import load_sharded, save_sharded
 from .dropout import ParallelDropout
 from .embedding import ParallelLMHead, VocabParallelEmbedding
+from .block import ParallelTransformerBlock
+from .dropout import ParallelDropout
+from .embedding import VocabParallelEmbedding
 from .gradients import finalize_gradients
 from .heads import HeadShard, partition_heads
 from .initialize import initialize_, materialize
 from .linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from .lm_head import ParallelLMHead
+from .loss import VocabParallelCrossEntropy
 from .mlp import ParallelMLP
 from .norm import LayerNorm, RMSNorm
 from .placement import ParamPlacement, placements
@@ -24,12 +29,14 @@ __all__ = [
     "ParallelDropout",
     "ParallelLMHead",
     "ParallelMLP",
+    "ParallelTransformerBlock",
     "ParamPlacement",
     "QKVParallelLinear",
     "RMSNorm",
     "RandomStreams",
     "RowParallelLinear",
     "ShardedTensor",
+    "VocabParallelCrossEntropy",
     "VocabParallelEmbedding",
     "as_dtensor",
     "draw_key",

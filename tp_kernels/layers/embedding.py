@@ -1,4 +1,4 @@
-"""Embedding and output head divided by vocabulary; any vocabulary on any number of ranks, no padding."""
+"""Embedding divided by vocabulary; any vocabulary on any number of ranks, no padding."""
 
 from __future__ import annotations
 
@@ -9,17 +9,26 @@ from torch import Tensor, nn
 
 from tp_kernels.comm.errors import ShapeError
 from tp_kernels.comm.group import GroupLike, ParallelGroup, as_group
-from tp_kernels.ops import reduce_from_ranks
+from tp_kernels.ops import reduce_from_ranks, reduce_scatter_rows
 
-from .linear import ColumnParallelLinear, even_ranges
+from .linear import even_ranges
 from .placement import ParamPlacement, place
 
 
 class VocabParallelEmbedding(nn.Module):
     """Rows of the table [V, H] divided over ranks; each token is looked up by the rank that holds it.
 
+    Args:
+        num_embeddings, embedding_dim: V and H; any V, also fewer words than ranks.
+        padding_idx: its row takes no gradient, as in nn.Embedding.
+        scale: multiplies the result, as in Gemma (sqrt(H)).
+        sequence_parallel: return this rank's rows only.
+        batch_first: ids are [b, s]; else [s, b]. Matters under sequence parallelism alone, which divides s:
+            default False there.
+
     forward(ids [...], equal on all ranks) -> [..., H] on every rank, with the exact bits of the unsplit
-    lookup (all other summands are zero). Ids outside 0..V-1 raise ShapeError.
+    lookup (all other summands are zero); under sequence parallelism [s_r, b, H], or [b, s_r, H], with
+    s_r = split_sizes(s, W)[rank]. Ids outside 0..V-1 raise ShapeError.
     """
 
     placements: dict[str, ParamPlacement]
@@ -31,13 +40,18 @@ class VocabParallelEmbedding(nn.Module):
         padding_idx: int | None = None,
         *,
         group: GroupLike = None,
+        scale: float | None = None,
+        sequence_parallel: bool = False,
+        batch_first: bool | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.group: ParallelGroup = as_group(group)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.padding_idx = padding_idx
+        self.padding_idx, self.scale = padding_idx, scale
+        self.sequence_parallel = sequence_parallel
+        self.batch_first = not sequence_parallel if batch_first is None else batch_first
         self.ranges = even_ranges(num_embeddings, self.group.size)
         placement = ParamPlacement(self.group, (num_embeddings, embedding_dim), 0, self.ranges)
         place(self, "weight", placement)
@@ -66,6 +80,20 @@ class VocabParallelEmbedding(nn.Module):
                     f"VocabParallelEmbedding: token ids {low}..{high} are outside the vocabulary "
                     f"0..{self.num_embeddings - 1}"
                 )
+        if self.sequence_parallel and ids.dim() <= self.batch_first:
+            raise ShapeError(
+                f"VocabParallelEmbedding: ids {tuple(ids.shape)} have no sequence to divide over ranks; "
+                f"batch_first={self.batch_first}"
+            )
+        rows = self._lookup(ids)
+        if self.sequence_parallel:
+            rows = reduce_scatter_rows(rows, group=self.group, dim=int(self.batch_first))
+        else:
+            rows = reduce_from_ranks(rows, group=self.group)
+        return rows if self.scale is None else rows * self.scale
+
+    def _lookup(self, ids: Tensor) -> Tensor:
+        """[..., H] with zeros for the words of other ranks."""
         if self.group.size == 1:
             return nn.functional.embedding(ids, self.weight, self.padding_idx)
         start, stop = self.ranges[self.group.rank]
@@ -77,37 +105,10 @@ class VocabParallelEmbedding(nn.Module):
             if self.padding_idx is not None:  # its row takes no gradient, as in nn.Embedding
                 rows = torch.where((ids != self.padding_idx).unsqueeze(-1), rows, rows.detach())
             rows = torch.where(mine.unsqueeze(-1), rows, rows.new_zeros(()))
-        return reduce_from_ranks(rows, group=self.group)
+        return rows
 
     def extra_repr(self) -> str:
         return (
             f"{self.num_embeddings}, {self.embedding_dim}, rank {self.group.rank} of "
             f"{self.group.size}"
-        )
-
-
-class ParallelLMHead(ColumnParallelLinear):
-    """Logits [..., V] on every rank from a table divided by vocabulary.
-
-    To tie it to an embedding, assign the embedding's `weight` parameter: both divide alike.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        vocab_size: int,
-        bias: bool = False,
-        *,
-        group: GroupLike = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(
-            hidden_size,
-            vocab_size,
-            bias,
-            group=group,
-            gather_output=True,
-            device=device,
-            dtype=dtype,
         )

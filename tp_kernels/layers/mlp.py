@@ -2,30 +2,53 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from tp_kernels.comm.errors import UnsupportedError
 from tp_kernels.comm.group import GroupLike, as_group
+from tp_kernels.ops import gated as gated_product
 from tp_kernels.ops._op import ACTIVATIONS, activate
-from tp_kernels.ops.elementwise import swiglu
 
-from .linear import ColumnParallelLinear, RowParallelLinear, column_parallel
+from .dropout import ParallelDropout
+from .linear import ColumnParallelLinear, RowParallelLinear, column_parallel, even_ranges
+from .norm import LayerNorm, RMSNorm
+
+if TYPE_CHECKING:
+    from .random import RandomStreams
+
+# Names of gated activations and the function of the gate (Shazeer, 2020).
+GATED = {"swiglu": "silu", "geglu": "gelu"}
+NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rms": RMSNorm, "layer": LayerNorm}
 
 
 class ParallelMLP(nn.Module):
-    """y = act(x W_gate^T) * (x W_up^T) W_down^T (gated), or act(x W_up^T) W_down^T.
+    """y = dropout((act(n W_gate^T) * (n W_up^T)) W_down^T), without a gate dropout(act(n W_up^T) W_down^T).
+
+    n is x, or norm(x).
 
     Args:
         hidden_size, intermediate_size: of the unsplit block; any sizes on any number of ranks.
-        activation: "gelu", "gelu_tanh", "silu" or "relu".
-        gated: with a gate projection (SwiGLU is gated silu).
-        bias: on every projection; the output bias is added once.
-        sequence_parallel: input and output are this rank's rows [R_r, ..., H].
+        activation: "gelu", "gelu_tanh", "silu", "relu" or "relu2"; "swiglu" is gated silu and "geglu" gated
+            gelu (Shazeer, 2020).
+        gated: with a gate projection.
+        bias: on the gate and up projections.
+        output_bias: on the down projection, added once; None: as bias.
+        packed: gate and up in one parameter `gate_up_proj` [2 I, H]: "blocks", first all rows of the gate
+            (Phi-3), or "interleaved", a row of the gate and one of up in turn (gpt-oss). None: `gate_proj`
+            and `up_proj` (Llama), which share one gather and one reduction all the same.
+        norm: "rms" or "layer" in front: RMSNorm or LayerNorm, with its `epsilon` (None: the default) and
+            `zero_centered`.
+        dropout: of the output, with masks that do not depend on the world size.
+        streams: RandomStreams that dropout draws from.
+        sequence_parallel: input and output are this rank's rows, in dimension 0, or 1 if batch_first.
+        batch_first: x is [b, s, H] rather than [s, b, H]; None: not under sequence parallelism.
+        delay_wgrad: backward leaves the gradients of weights to `backward_dw()`.
 
-    forward(x [..., H], rows=None) -> [..., H]. Two projections share one gather and one reduction.
+    forward(x [..., H], rows=None, residual=None) -> [..., H]; rows is s under sequence parallelism, default
+    s_r * W. With a norm and a residual [..., H], (y, s): s = x + residual goes through the norm.
     """
 
     def __init__(
@@ -36,33 +59,116 @@ class ParallelMLP(nn.Module):
         activation: str = "silu",
         gated: bool = True,
         bias: bool = False,
+        output_bias: bool | None = None,
+        packed: str | None = None,
+        norm: str | None = None,
+        epsilon: float | None = None,
+        zero_centered: bool = False,
+        dropout: float = 0.0,
+        streams: RandomStreams | None = None,
         group: GroupLike = None,
         sequence_parallel: bool = False,
+        batch_first: bool | None = None,
+        delay_wgrad: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if activation is None or activation not in ACTIVATIONS:
-            known = ", ".join(str(name) for name in ACTIVATIONS if name)
-            raise UnsupportedError(f"ParallelMLP: activation={activation!r}; known are {known}")
-        self.activation = activation
-        options: dict[str, Any] = {
-            "group": as_group(group),
-            "sequence_parallel": sequence_parallel,
-            "device": device,
-            "dtype": dtype,
-        }
-        self.gate_proj = (
-            ColumnParallelLinear(hidden_size, intermediate_size, bias, **options) if gated else None
-        )
-        self.up_proj = ColumnParallelLinear(hidden_size, intermediate_size, bias, **options)
-        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias, **options)
+        group = as_group(group)
+        self.activation, self.packed = _checked(activation, gated, packed), packed
+        layout: dict[str, Any] = {"group": group, "sequence_parallel": sequence_parallel}
+        placed: dict[str, Any] = {"device": device, "dtype": dtype}
+        options = {**layout, **placed, "batch_first": batch_first}
+        if delay_wgrad:
+            options["delay_wgrad"] = delay_wgrad
+        self.norm = make_norm(norm, hidden_size, epsilon, zero_centered, **layout, **placed)
+        self.gate_proj = self.up_proj = self.gate_up_proj = None
+        if packed is not None:
+            parts = even_ranges(intermediate_size, group.size)
+            if packed == "blocks":
+                ranges = [
+                    ((a, b), (intermediate_size + a, intermediate_size + b)) for a, b in parts
+                ]
+            else:
+                ranges = [(2 * a, 2 * b) for a, b in parts]
+            self.gate_up_proj = ColumnParallelLinear(
+                hidden_size, 2 * intermediate_size, bias, ranges=ranges, **options
+            )
+        else:
+            if gated:
+                self.gate_proj = ColumnParallelLinear(
+                    hidden_size, intermediate_size, bias, **options
+                )
+            self.up_proj = ColumnParallelLinear(hidden_size, intermediate_size, bias, **options)
+        output_bias = bias if output_bias is None else output_bias
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, output_bias, **options)
+        self.dropout = ParallelDropout(dropout, batch_first=batch_first, streams=streams, **layout)
 
-    def forward(self, x: Tensor, rows: int | None = None) -> Tensor:
-        if self.gate_proj is None:
-            (up,) = column_parallel(x, [self.up_proj], rows)
-            return self.down_proj(activate(up, self.activation))
-        gate, up = column_parallel(x, [self.gate_proj, self.up_proj], rows)
-        if self.activation == "silu":
-            return self.down_proj(swiglu(gate, up))
-        return self.down_proj(activate(gate, self.activation) * up)
+    def forward(
+        self, x: Tensor, rows: int | None = None, residual: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        if residual is None:
+            return self._output(x if self.norm is None else self.norm(x), rows)
+        if self.norm is None:
+            raise UnsupportedError(
+                "ParallelMLP: residual= goes through the norm in front, and there is none; use norm=, "
+                "or add it to the output"
+            )
+        x, total = self.norm(x, residual)
+        return self._output(x, rows), total
+
+    def backward_dw(self) -> None:
+        """Gradients of the weights that backward left out under delay_wgrad=True, of one backward."""
+        for layer in (self.down_proj, *self._opening()):
+            layer.backward_dw()
+
+    def _opening(self) -> list[ColumnParallelLinear]:
+        layers = (self.gate_up_proj, self.gate_proj, self.up_proj)
+        return [layer for layer in layers if layer is not None]
+
+    def _output(self, x: Tensor, rows: int | None) -> Tensor:
+        opened = column_parallel(x, self._opening(), rows)
+        if self.packed == "blocks":
+            opened = opened[0].chunk(2, dim=-1)
+        elif self.packed == "interleaved":
+            opened = opened[0].unflatten(-1, (-1, 2)).unbind(-1)
+        if len(opened) == 1:
+            inner = activate(opened[0], self.activation)
+        else:
+            inner = gated_product(*opened, self.activation)
+        return self.dropout(self.down_proj(inner), rows=rows)
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation}" + (f", packed={self.packed}" if self.packed else "")
+
+
+def make_norm(
+    kind: str | None, hidden_size: int, epsilon: float | None, zero_centered: bool, **options: Any
+) -> nn.Module | None:
+    """The norm of this name; None for None."""
+    if kind is None:
+        return None
+    if kind not in NORMS:
+        raise UnsupportedError(f"norm={kind!r}; known are {', '.join(NORMS)}")
+    if epsilon is not None:
+        options["epsilon"] = epsilon
+    return NORMS[kind](hidden_size, zero_centered=zero_centered, **options)
+
+
+def _checked(activation: str, gated: bool, packed: str | None) -> str:
+    """The function itself, after a look at options that have to agree."""
+    known = [str(name) for name in (*ACTIVATIONS, *GATED) if name]
+    if activation not in known:
+        raise UnsupportedError(
+            f"ParallelMLP: activation={activation!r}; known are {', '.join(known)}"
+        )
+    if activation in GATED and not gated:
+        raise UnsupportedError(
+            f"ParallelMLP: activation={activation!r} with gated=False; it is {GATED[activation]!r} "
+            "with a gate"
+        )
+    if packed not in (None, "blocks", "interleaved"):
+        raise UnsupportedError(f"ParallelMLP: packed={packed!r}; 'blocks', 'interleaved' or None")
+    if packed is not None and not gated:
+        raise UnsupportedError(f"ParallelMLP: packed={packed!r} with gated=False: nothing to pack")
+    return GATED.get(activation, activation)

@@ -3,9 +3,11 @@
 from .all_gather_linear import all_gather_linear
 from .all_reduce_rms_norm import all_reduce_rms_norm, linear_all_reduce_rms_norm
 from .copy_linear import copy_linear
+from .cross_entropy import vocab_parallel_cross_entropy
 from .dropout import dropout
 from .gated import gated, geglu, swiglu
 from .linear_all_reduce import linear_all_reduce
+from .linear_cross_entropy import linear_cross_entropy
 from .linear_reduce_scatter import linear_reduce_scatter
 from .norm import layer_norm, rms_norm
 from .regions import (
@@ -33,6 +35,7 @@ __all__ = [
     "layer_norm",
     "linear_all_reduce",
     "linear_all_reduce_rms_norm",
+    "linear_cross_entropy",
     "linear_reduce_scatter",
     "reduce_from_ranks",
     "reduce_scatter_rows",
@@ -40,4 +43,5 @@ __all__ = [
     "scatter_features",
     "scatter_rows",
     "swiglu",
+    "vocab_parallel_cross_entropy",
 ]
