@@ -1,10 +1,8 @@
 """Transformer layers divided over ranks; thin modules over `tp_kernels.ops`."""
 
 from .attention import KVCache, ParallelAttention
-from .checkpoint import load_sharded, save_sharded
-from .dropout import ParallelDropout
-from .embedding import ParallelLMHead, VocabParallelEmbedding
 from .block import ParallelTransformerBlock
+from .checkpoint import load_sharded, save_sharded
 from .dropout import ParallelDropout
 from .embedding import VocabParallelEmbedding
 from .gradients import finalize_gradients
