@@ -16,6 +16,8 @@ from .gradients import (
 from .heads import HeadShard, partition_heads
 from .kv_cache import KVCache, StaticKVCache
 from .linear import ColumnParallelLinear, RowParallelLinear
+from .initialize import initialize_, materialize
+from .linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from .lm_head import ParallelLMHead
 from .loss import VocabParallelCrossEntropy
 from .mlp import ParallelMLP
@@ -68,8 +70,10 @@ __all__ = [
     "full_state_dict",
     "full_tensors",
     "gradient_of",
+    "initialize_",
     "load_full_state_dict",
     "load_sharded",
+    "materialize",
     "partition_heads",
     "placements",
     "save_sharded",
