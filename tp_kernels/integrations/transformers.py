@@ -31,6 +31,7 @@ from tp_kernels.layers.linear import (
 )
 from tp_kernels.layers.lm_head import ParallelLMHead
 from tp_kernels.layers.placement import ParamPlacement, Ranges, place, placements
+from tp_kernels.layers.state import full_state_dict
 
 from .checkpoint import SafetensorsReader, read_slices
 from .llama import (
@@ -166,18 +167,9 @@ class _ParallelModel:
 
     parallel_group: ParallelGroup
 
-    def full_state_dict(self: Any) -> dict[str, Tensor]:
-        """The stock, unsplit state dict, on every rank (collective); tied entries share memory."""
-        placed = {id(parameter): place for _, parameter, place in placements(self)}
-        gathered: dict[int, Tensor] = {}
-        state = {}
-        for name, parameter in self.named_parameters(remove_duplicate=False):
-            if id(parameter) not in gathered:
-                gathered[id(parameter)] = placed[id(parameter)].gather(parameter)
-            state[name] = gathered[id(parameter)]
-        persistent = self.state_dict(keep_vars=True)
-        state.update({name: t for name, t in persistent.items() if name not in state})
-        return state
+    def full_state_dict(self: Any, *, keep: bool = True) -> dict[str, Tensor]:
+        """The stock, unsplit state dict (collective): see `tp_kernels.layers.full_state_dict`."""
+        return full_state_dict(self, keep=keep)
 
     def save_pretrained(self: Any, save_directory: str | Path, **kwargs: Any) -> None:
         """Write the stock checkpoint. Called on every rank; rank 0 writes, all return together."""
@@ -185,7 +177,7 @@ class _ParallelModel:
             raise UnsupportedError(
                 "save_pretrained(state_dict=...) of a divided model: leave it out"
             )
-        state = self.full_state_dict()
+        state = self.full_state_dict(keep=self.parallel_group.rank == 0)
         if self.parallel_group.rank == 0:
             super().save_pretrained(save_directory, state_dict=state, **kwargs)  # type: ignore[misc]
         barrier(self.parallel_group)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tp_kernels.comm.collectives import all_reduce
 
@@ -38,11 +39,20 @@ def _reduce_bucket(members: Sequence[tuple[nn.Parameter, ParamPlacement]]) -> No
     unsplit = flat.split([torch.Size(place.shape).numel() for _, place in members])
     for (parameter, place), full in zip(members, unsplit, strict=True):
         if parameter.grad is not None:
-            place.fill(full.view(place.shape), parameter.grad)
+            place.fill(full.view(place.shape), _undivided(parameter.grad))
     all_reduce(flat, placement.group, out=flat)
     for (parameter, place), full in zip(members, unsplit, strict=True):
         summed = place.slice(full.view(place.shape))
+        if isinstance(parameter, DTensor):
+            summed = distribute_tensor(
+                summed, parameter.device_mesh, parameter.placements, src_data_rank=None
+            )
         if parameter.grad is None:
             parameter.grad = summed.clone()
         else:
             parameter.grad.copy_(summed)
+
+
+def _undivided(gradient: Tensor) -> Tensor:
+    """This rank's whole gradient, which FSDP2 divides over other ranks than ours (collective over those)."""
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient

@@ -225,7 +225,7 @@ class ColumnParallelLinear(_ShardedLinear):
             self.sizes = self._sizes("gather_output=True")
 
     def forward(self, x: Tensor, rows: int | None = None, weight: Tensor | None = None) -> Any:
-        return column_parallel(x, [self], rows, [weight])[0]
+        return _in_one(x, [self], rows, [weight])[0]
 
     def finish(self, y: Tensor) -> Any:
         if self.gather_output:
@@ -358,9 +358,35 @@ def column_parallel(
     """What each of several layers makes of one input: one gather forward, one reduction backward.
 
     The layers agree in group, sequence_parallel, batch_first and gathered. weights: passed at call.
+    Where one has hooks, or another module stands in its place (an adapter), each is called by itself.
     """
-    first = layers[0]
     given = weights or [None] * len(layers)
+    if all(map(_is_plain, layers)):
+        return _in_one(x, layers, rows, given)
+    ys = []
+    for layer, weight in zip(layers, given, strict=True):
+        passed = {"rows": rows, "weight": weight}
+        ys.append(layer(x, **{name: value for name, value in passed.items() if value is not None}))
+    return tuple(ys)
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether a call of the layer is its product and nothing else."""
+    return (
+        type(layer).forward is ColumnParallelLinear.forward
+        and "forward" not in layer.__dict__
+        and not (layer._forward_hooks or layer._forward_pre_hooks)
+        and not (layer._backward_hooks or layer._backward_pre_hooks)
+    )
+
+
+def _in_one(
+    x: Tensor,
+    layers: Sequence[ColumnParallelLinear],
+    rows: int | None,
+    given: Sequence[Tensor | None],
+) -> tuple[Any, ...]:
+    first = layers[0]
     used = [layer.used_weight(weight) for layer, weight in zip(layers, given, strict=True)]
     biases = [layer.added_bias for layer in layers]
     ys: Tensor | tuple[Tensor, ...]

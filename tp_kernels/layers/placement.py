@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -199,5 +199,42 @@ def placements(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParamPlac
 
 
 def place(module: nn.Module, name: str, placement: ParamPlacement) -> None:
-    """Declare the placement of `module`'s own parameter `name`."""
-    module.__dict__.setdefault("placements", {})[name] = placement
+    """Declare the placement of `module`'s own parameter `name`; call after nn.Module.__init__."""
+    if "placements" not in module.__dict__:
+        module.__dict__["placements"] = {}
+        module.register_state_dict_post_hook(_record_rank)
+        module.register_load_state_dict_pre_hook(_check_slices)
+    module.__dict__["placements"][name] = placement
+
+
+def _record_rank(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
+) -> None:
+    """Note in the metadata of a state dict whose slices it holds."""
+    metadata["tensor_parallel"] = {
+        name: (place.group.rank, place.group.size)
+        for name, place in module.__dict__["placements"].items()
+        if place.dim is not None
+    }
+
+
+def _check_slices(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+) -> None:
+    """Before `load_state_dict`: refuse slices that are not this rank's, also where the shapes agree."""
+    for name, placement in module.__dict__["placements"].items():
+        value = state.get(prefix + name)
+        if placement.dim is None or not isinstance(value, Tensor):
+            continue
+        group = placement.group
+        saved = metadata.get("tensor_parallel", {}).get(name, (group.rank, group.size))
+        if tuple(value.shape) == placement.local_shape() and saved == (group.rank, group.size):
+            continue
+        origin = "" if saved[1] == group.size == 1 else f", saved by rank {saved[0]} of {saved[1]}"
+        raise ShapeError(
+            f"load_state_dict: '{prefix}{name}' is {tuple(value.shape)}{origin}; rank {group.rank} of "
+            f"{group.size} holds {placement.local_shape()} of the unsplit {placement.shape}. A state dict "
+            "of slices fits the same rank of as many ranks only. load_full_state_dict(module, state) "
+            "takes unsplit tensors, load_sharded(directory, module) what save_sharded wrote, both on any "
+            "number of ranks"
+        )
