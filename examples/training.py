@@ -76,7 +76,9 @@ class Trainer:
     def __init__(self, settings: Settings, text: Tensor, group: ParallelGroup) -> None:
         self.settings, self.text, self.step = settings, text, 0
         self.streams = RandomStreams(settings.seed, group=group)
-        torch.manual_seed(settings.seed)  # equal on all ranks: weights do not depend on how many there are
+        torch.manual_seed(
+            settings.seed
+        )  # equal on all ranks: weights do not depend on how many there are
         self.model = ParallelDecoder(
             MODELS[settings.model],
             group=group,

@@ -87,12 +87,7 @@ class ParallelTransformerBlock(nn.Module):
         group = as_group(group)
         layout: dict[str, Any] = {"group": group, "sequence_parallel": sequence_parallel}
         placed: dict[str, Any] = {"device": device, "dtype": dtype}
-        options = {
-            **layout,
-            **placed,
-        }
-        if batch_first is not None:
-            options["batch_first"] = batch_first
+        options = {**layout, **placed, "batch_first": batch_first}
         if delay_wgrad:
             options["delay_wgrad"] = delay_wgrad
         if streams is not None:
@@ -101,7 +96,7 @@ class ParallelTransformerBlock(nn.Module):
         before, after = norm_position != "post", norm_position != "pre"
         self.norm_position, self.parallel = norm_position, parallel
 
-        def make(wanted: bool) -> nn.Module | None:
+        def make(wanted: bool) -> Any:  # a norm, or None
             kind = norm if wanted else None
             return make_norm(kind, hidden_size, epsilon, zero_centered, **layout, **placed)
 
@@ -109,7 +104,8 @@ class ParallelTransformerBlock(nn.Module):
         self.self_attn = ParallelAttention(*heads, **{**options, **(attention or {})})
         # Llama's name for the norm in front of the MLP is Gemma's for the one behind attention.
         self.post_attention_layernorm = make(not parallel)
-        self.pre_cross_attn_layernorm = self.cross_attn = self.post_cross_attn_layernorm = None
+        self.pre_cross_attn_layernorm = self.post_cross_attn_layernorm = None
+        self.cross_attn: ParallelAttention | None = None
         if cross_attention is not None:
             whole = {"context_size": hidden_size, "causal": False, "rotary": None}
             self.pre_cross_attn_layernorm = make(before)

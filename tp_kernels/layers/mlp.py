@@ -144,7 +144,7 @@ class ParallelMLP(nn.Module):
 
 def make_norm(
     kind: str | None, hidden_size: int, epsilon: float | None, zero_centered: bool, **options: Any
-) -> nn.Module | None:
+) -> Any:
     """The norm of this name; None for None."""
     if kind is None:
         return None
