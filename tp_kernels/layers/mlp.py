@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from tp_kernels.ops._op import ACTIVATIONS, activate
 from .dropout import ParallelDropout
 from .linear import ColumnParallelLinear, RowParallelLinear, column_parallel, even_ranges
 from .norm import LayerNorm, RMSNorm
+from .placement import Ranges
 
 if TYPE_CHECKING:
     from .random import RandomStreams
@@ -84,13 +86,7 @@ class ParallelMLP(nn.Module):
         self.norm = make_norm(norm, hidden_size, epsilon, zero_centered, **layout, **placed)
         self.gate_proj = self.up_proj = self.gate_up_proj = None
         if packed is not None:
-            parts = even_ranges(intermediate_size, group.size)
-            if packed == "blocks":
-                ranges = [
-                    ((a, b), (intermediate_size + a, intermediate_size + b)) for a, b in parts
-                ]
-            else:
-                ranges = [(2 * a, 2 * b) for a, b in parts]
+            ranges = packed_ranges(even_ranges(intermediate_size, group.size), packed)
             self.gate_up_proj = ColumnParallelLinear(
                 hidden_size, 2 * intermediate_size, bias, ranges=ranges, **options
             )
@@ -127,7 +123,7 @@ class ParallelMLP(nn.Module):
         return [layer for layer in layers if layer is not None]
 
     def _output(self, x: Tensor, rows: int | None) -> Tensor:
-        opened = column_parallel(x, self._opening(), rows)
+        opened: Sequence[Tensor] = column_parallel(x, self._opening(), rows)
         if self.packed == "blocks":
             opened = opened[0].chunk(2, dim=-1)
         elif self.packed == "interleaved":
@@ -135,11 +131,20 @@ class ParallelMLP(nn.Module):
         if len(opened) == 1:
             inner = activate(opened[0], self.activation)
         else:
-            inner = gated_product(*opened, self.activation)
+            gate, up = opened
+            inner = gated_product(gate, up, self.activation)
         return self.dropout(self.down_proj(inner), rows=rows)
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}" + (f", packed={self.packed}" if self.packed else "")
+
+
+def packed_ranges(parts: Sequence[tuple[int, int]], packed: str) -> Ranges:
+    """What each rank holds of a packed gate and up projection, of features [start, stop) of both."""
+    if packed == "interleaved":
+        return [(2 * start, 2 * stop) for start, stop in parts]
+    total = parts[-1][1]
+    return [((start, stop), (total + start, total + stop)) for start, stop in parts]
 
 
 def make_norm(
