@@ -38,8 +38,9 @@ class Settings:
 
 @dataclass(frozen=True)
 class Run:
-    """Losses by step, in nats per byte, and how long it took."""
+    """Losses from step `start` on, in nats per byte, and how long it took."""
 
+    start: int
     losses: list[float]
     seconds: float
 
@@ -143,7 +144,8 @@ def train(
         if resume is not None:
             trainer.load_state_dict(torch.load(resume / f"rank{group.rank}.pt"))
         began = time.perf_counter()
-        steps = range(trainer.step, settings.steps if stop is None else stop)
+        start = trainer.step
+        steps = range(start, settings.steps if stop is None else stop)
         way = "sequence parallel" if settings.sequence_parallel else "tensor parallel"
         bar = track(
             steps,
@@ -157,4 +159,4 @@ def train(
         if save is not None:
             save.mkdir(parents=True, exist_ok=True)
             torch.save(trainer.state_dict(), save / f"rank{group.rank}.pt")
-        return Run(losses, seconds)
+        return Run(start, losses, seconds)
