@@ -1,11 +1,19 @@
 """Transformer layers divided over ranks; thin modules over `tp_kernels.ops`."""
 
 from .attention import ParallelAttention
+from .attention import KVCache, ParallelAttention
 from .block import ParallelTransformerBlock
 from .checkpoint import load_sharded, save_sharded
 from .dropout import ParallelDropout
 from .embedding import VocabParallelEmbedding
-from .gradients import finalize_gradients
+from .gradients import (
+    backward_dw,
+    clip_grad_norm_,
+    count_parameters,
+    finalize_gradients,
+    gradient_of,
+    use_main_grads,
+)
 from .heads import HeadShard, partition_heads
 from .kv_cache import KVCache, StaticKVCache
 from .linear import ColumnParallelLinear, RowParallelLinear
@@ -53,14 +61,19 @@ __all__ = [
     "VocabParallelEmbedding",
     "YarnScaling",
     "as_dtensor",
+    "backward_dw",
+    "clip_grad_norm_",
+    "count_parameters",
     "draw_key",
     "finalize_gradients",
     "full_state_dict",
     "full_tensors",
+    "gradient_of",
     "load_full_state_dict",
     "load_sharded",
     "partition_heads",
     "placements",
     "save_sharded",
     "sharded_state_dict",
+    "use_main_grads",
 ]
