@@ -19,6 +19,13 @@ from .kv_cache import KVCache, StaticKVCache
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .lm_head import ParallelLMHead
 from .loss import VocabParallelCrossEntropy
+from .checkpoint import load_sharded, save_sharded
+from .dropout import ParallelDropout
+from .embedding import ParallelLMHead, VocabParallelEmbedding
+from .gradients import finalize_gradients
+from .heads import HeadShard, partition_heads
+from .initialize import initialize_, materialize
+from .linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from .mlp import ParallelMLP
 from .norm import LayerNorm, RMSNorm
 from .placement import ParamPlacement, placements
@@ -64,13 +71,16 @@ __all__ = [
     "backward_dw",
     "clip_grad_norm_",
     "count_parameters",
+    "as_dtensor",
     "draw_key",
     "finalize_gradients",
     "full_state_dict",
     "full_tensors",
     "gradient_of",
+    "initialize_",
     "load_full_state_dict",
     "load_sharded",
+    "materialize",
     "partition_heads",
     "placements",
     "save_sharded",
