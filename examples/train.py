@@ -78,8 +78,8 @@ def main(
         bool,
         typer.Option(
             "--compare",
-            help="Train on one process and on 2, 3 and 4 ranks with and without sequence parallelism, print a "
-            "table of losses, and draw them. Fails if they are further apart than 1e-4.",
+            help="Train on one process and on 2, 3 and 4 ranks with and without sequence parallelism, print "
+            "a table of losses, and draw them. Fails if they are further apart than 1e-4.",
         ),
     ] = False,
     picture: Annotated[Path, typer.Option(help="Where --compare draws.")] = Path("training.png"),

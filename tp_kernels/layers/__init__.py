@@ -1,7 +1,6 @@
 """Transformer layers divided over ranks; thin modules over `tp_kernels.ops`."""
 
 from .attention import ParallelAttention
-from .attention import KVCache, ParallelAttention
 from .block import ParallelTransformerBlock
 from .checkpoint import load_sharded, save_sharded
 from .dropout import ParallelDropout
@@ -15,17 +14,11 @@ from .gradients import (
     use_main_grads,
 )
 from .heads import HeadShard, partition_heads
+from .initialize import initialize_, materialize
 from .kv_cache import KVCache, StaticKVCache
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .lm_head import ParallelLMHead
 from .loss import VocabParallelCrossEntropy
-from .checkpoint import load_sharded, save_sharded
-from .dropout import ParallelDropout
-from .embedding import ParallelLMHead, VocabParallelEmbedding
-from .gradients import finalize_gradients
-from .heads import HeadShard, partition_heads
-from .initialize import initialize_, materialize
-from .linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from .mlp import ParallelMLP
 from .norm import LayerNorm, RMSNorm
 from .placement import ParamPlacement, placements
@@ -71,7 +64,6 @@ __all__ = [
     "backward_dw",
     "clip_grad_norm_",
     "count_parameters",
-    "as_dtensor",
     "draw_key",
     "finalize_gradients",
     "full_state_dict",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,9 @@ from tp_kernels.comm.group import GroupLike, as_group
 
 from .attention import ParallelAttention
 from .dropout import ParallelDropout
+from .gradients import backward_dw
 from .mlp import NORMS, ParallelMLP, make_norm
-
-if TYPE_CHECKING:
-    from .random import RandomStreams
+from .random import RandomStreams
 
 # A sublayer, more arguments for it, and the norms in front of it and behind it.
 Step = tuple[nn.Module, Mapping[str, Any], Any, Any]
@@ -181,11 +180,8 @@ class ParallelTransformerBlock(nn.Module):
         return norm(y, residual=x)
 
     def backward_dw(self) -> None:
-        """Gradients of the weights that backward left out under delay_wgrad=True, of one backward."""
-        self.mlp.backward_dw()
-        if self.cross_attn is not None:
-            self.cross_attn.backward_dw()
-        self.self_attn.backward_dw()
+        """Compute what `delay_wgrad=True` has left of the oldest backward pass; see gradients.backward_dw."""
+        backward_dw(self)
 
     def extra_repr(self) -> str:
         return "parallel" if self.parallel else f"norm_position={self.norm_position}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,11 @@ from tp_kernels.ops import gated as gated_product
 from tp_kernels.ops._op import ACTIVATIONS, activate
 
 from .dropout import ParallelDropout
+from .gradients import backward_dw
 from .linear import ColumnParallelLinear, RowParallelLinear, column_parallel, even_ranges
 from .norm import LayerNorm, RMSNorm
 from .placement import Ranges
-
-if TYPE_CHECKING:
-    from .random import RandomStreams
+from .random import RandomStreams
 
 # Names of gated activations and the function of the gate (Shazeer, 2020).
 GATED = {"swiglu": "silu", "geglu": "gelu"}
@@ -80,9 +79,7 @@ class ParallelMLP(nn.Module):
         self.activation, self.packed = _checked(activation, gated, packed), packed
         layout: dict[str, Any] = {"group": group, "sequence_parallel": sequence_parallel}
         placed: dict[str, Any] = {"device": device, "dtype": dtype}
-        options = {**layout, **placed, "batch_first": batch_first}
-        if delay_wgrad:
-            options["delay_wgrad"] = delay_wgrad
+        options = {**layout, **placed, "batch_first": batch_first, "delay_wgrad": delay_wgrad}
         self.norm = make_norm(norm, hidden_size, epsilon, zero_centered, **layout, **placed)
         self.gate_proj = self.up_proj = self.gate_up_proj = None
         if packed is not None:
@@ -114,9 +111,8 @@ class ParallelMLP(nn.Module):
         return self._output(x, rows), total
 
     def backward_dw(self) -> None:
-        """Gradients of the weights that backward left out under delay_wgrad=True, of one backward."""
-        for layer in (self.down_proj, *self._opening()):
-            layer.backward_dw()
+        """Compute what `delay_wgrad=True` has left of the oldest backward pass; see gradients.backward_dw."""
+        backward_dw(self)
 
     def _opening(self) -> list[ColumnParallelLinear]:
         layers = (self.gate_up_proj, self.gate_proj, self.up_proj)
