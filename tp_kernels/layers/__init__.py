@@ -1,6 +1,7 @@
 """Transformer layers divided over ranks; thin modules over `tp_kernels.ops`."""
 
 from .attention import KVCache, ParallelAttention
+from .attention import ParallelAttention
 from .block import ParallelTransformerBlock
 from .checkpoint import load_sharded, save_sharded
 from .dropout import ParallelDropout
@@ -14,6 +15,7 @@ from .gradients import (
     use_main_grads,
 )
 from .heads import HeadShard, partition_heads
+from .initialize import initialize_, materialize
 from .kv_cache import KVCache, StaticKVCache
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .initialize import initialize_, materialize
