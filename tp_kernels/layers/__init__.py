@@ -1,6 +1,5 @@
 """Transformer layers divided over ranks; thin modules over `tp_kernels.ops`."""
 
-from .attention import KVCache, ParallelAttention
 from .attention import ParallelAttention
 from .block import ParallelTransformerBlock
 from .checkpoint import load_sharded, save_sharded
@@ -18,8 +17,6 @@ from .heads import HeadShard, partition_heads
 from .initialize import initialize_, materialize
 from .kv_cache import KVCache, StaticKVCache
 from .linear import ColumnParallelLinear, RowParallelLinear
-from .initialize import initialize_, materialize
-from .linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from .lm_head import ParallelLMHead
 from .loss import VocabParallelCrossEntropy
 from .mlp import ParallelMLP
