@@ -5,8 +5,16 @@ from .block import ParallelTransformerBlock
 from .checkpoint import load_sharded, save_sharded
 from .dropout import ParallelDropout
 from .embedding import VocabParallelEmbedding
-from .gradients import finalize_gradients
+from .gradients import (
+    backward_dw,
+    clip_grad_norm_,
+    count_parameters,
+    finalize_gradients,
+    gradient_of,
+    use_main_grads,
+)
 from .heads import HeadShard, partition_heads
+from .initialize import initialize_, materialize
 from .kv_cache import KVCache, StaticKVCache
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .lm_head import ParallelLMHead
@@ -53,14 +61,21 @@ __all__ = [
     "VocabParallelEmbedding",
     "YarnScaling",
     "as_dtensor",
+    "backward_dw",
+    "clip_grad_norm_",
+    "count_parameters",
     "draw_key",
     "finalize_gradients",
     "full_state_dict",
     "full_tensors",
+    "gradient_of",
+    "initialize_",
     "load_full_state_dict",
     "load_sharded",
+    "materialize",
     "partition_heads",
     "placements",
     "save_sharded",
     "sharded_state_dict",
+    "use_main_grads",
 ]
