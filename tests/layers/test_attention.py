@@ -63,7 +63,7 @@ CASES = {
     "packed_all": Case(
         batch=1,
         length=9,
-        packed=(2, 7),
+        packed=(2, 0, 7),
         options={"qk_norm": "rms", "sinks": True, "softcap": 1.5, "sliding_window": 3},
     ),
     "packed_alibi": Case(batch=1, length=9, packed=(5, 4), options={"alibi": True, **FREE}),
