@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.parity.case import Case, Entry, Options, Part, Setting
 from tests.parity.dense import Rounding
 from tests.parity.linear import BATCH, FLAGS, INNER, TOKENS, Named, linear_parameters, rows_of
-from tp_kernels.layers import ParallelAttention, QKVParallelLinear
+from tp_kernels.layers import ParallelAttention, QKVParallelLinear, RotaryOptions
 from tp_kernels.layers.heads import partition_heads
 
 HEAD = 6
@@ -135,7 +135,7 @@ def build_attention(s: Setting) -> ParallelAttention:
         output_bias=s.o.bias,
         causal=s.o.mask != "all",
         sliding_window=2 if s.o.mask == "window" else None,
-        rope_theta=THETA if s.o.rotary else None,
+        rotary=RotaryOptions(THETA) if s.o.rotary else None,
         **s.common,
     )
 
