@@ -188,10 +188,9 @@ class _Tiles:
         self.chunk_rows = max(1, min(chunk_rows, hidden.shape[0]))
         self.chunk_words = max(1, min(self.width, TILE_BYTES // 4 // self.chunk_rows))
         size = self.chunk_rows * self.chunk_words
-        self._memory = hidden.new_empty(size)
         self._wide = hidden.new_empty(size, dtype=wide(hidden.dtype))
-        if self._wide.dtype == hidden.dtype:
-            self._memory = self._wide
+        same = self._wide.dtype == hidden.dtype
+        self._memory = self._wide if same else hidden.new_empty(size)
 
     def rows(self) -> Iterator[slice]:
         return _slices(self.hidden.shape[0], self.chunk_rows)
