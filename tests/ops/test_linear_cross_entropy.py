@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.ops.loss_body import Case, run_linear, variants
+from tests.ops.loss_body import Case, main_gradients, run_linear, variants
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -51,3 +51,10 @@ def test_tiles_of_few_words(world, size, dtype):
         replace(base, leading=(3, 2), reduction="sum", frozen="h"),
     ]
     alike(world(size).run(run_linear, cases, "auto", 24))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_main_grad(world, dtype):
+    """A buffer in float32 collects the weight's gradient of several micro-batches."""
+    cases = [Case(dtype=dtype, chunk_rows=rows, smoothing=0.1, biased=True) for rows in (None, 4)]
+    world(2).run(main_gradients, cases)
