@@ -315,6 +315,7 @@ def _backward_kernel(
     z_loss: float,
     soft_cap: float | None,
     group_name: str,
+    *,
     main_grad: Tensor | None = None,
 ) -> list[Tensor]:
     """[d_hidden, dW, db]; what is not needed, or added to main_grad, is an empty tensor."""
