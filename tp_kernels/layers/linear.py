@@ -1,4 +1,4 @@
-"""Linear layers divided over ranks: by output features, by input features, and query/key/value together.
+"""Linear layers divided over ranks by output features or by input features.
 
 `sequence_parallel=True` exchanges the pair of ops and nothing else: inputs of column-parallel layers and
 outputs of row-parallel layers are then divided by rows (the first dimension) instead of whole.
@@ -27,7 +27,6 @@ from tp_kernels.ops import (
 )
 
 from .gradients import backward_dw
-from .heads import HeadShard, partition_heads
 from .placement import ParamPlacement, Ranges, place
 
 
@@ -312,57 +311,6 @@ class RowParallelLinear(_ShardedLinear):
         return self.finish(rows_first(self, y))
 
 
-class QKVParallelLinear(nn.Module):
-    """Query, key and value projections divided by heads, in one op with one collective.
-
-    Any number of query heads on any number of ranks up to it; KV heads that serve query heads of several
-    ranks are held by each of them. Parameters are `q_proj`, `k_proj`, `v_proj`, as in stock checkpoints.
-
-    forward(x [..., H], rows=None) -> q [..., n_q * D], k [..., n_kv * D], v [..., n_kv * D]
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        bias: bool = False,
-        *,
-        group: GroupLike = None,
-        sequence_parallel: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        group = as_group(group)
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        shards = partition_heads(num_heads, num_kv_heads, group.size)
-        head_dim = _head_dim(hidden_size, num_heads, head_dim)
-        self.shard: HeadShard = shards[group.rank]
-        self.head_dim = head_dim
-        q_ranges, kv_ranges = feature_ranges(shards, head_dim)
-
-        def column(heads: int, ranges: Ranges) -> ColumnParallelLinear:
-            return ColumnParallelLinear(
-                hidden_size,
-                heads * head_dim,
-                bias,
-                group=group,
-                sequence_parallel=sequence_parallel,
-                ranges=ranges,
-                device=device,
-                dtype=dtype,
-            )
-
-        self.q_proj = column(num_heads, q_ranges)
-        self.k_proj = column(num_kv_heads, kv_ranges)
-        self.v_proj = column(num_kv_heads, kv_ranges)
-
-    def forward(self, x: Tensor, rows: int | None = None) -> tuple[Tensor, ...]:
-        return column_parallel(x, [self.q_proj, self.k_proj, self.v_proj], rows)
-
-
 def column_parallel(
     x: Tensor,
     layers: Sequence[ColumnParallelLinear],
@@ -440,22 +388,3 @@ def refuse_rows(layer: _ShardedLinear, rows: int | None) -> None:
         raise UnsupportedError(
             f"{type(layer).__name__}: rows= has a meaning only under sequence_parallel=True"
         )
-
-
-def feature_ranges(shards: Sequence[HeadShard], head_dim: int) -> tuple[Ranges, Ranges]:
-    """Feature ranges of the query (and output) and of the KV projections of every rank."""
-    q = [(shard.q[0] * head_dim, shard.q[1] * head_dim) for shard in shards]
-    kv = [(shard.kv[0] * head_dim, shard.kv[1] * head_dim) for shard in shards]
-    return q, kv
-
-
-def _head_dim(hidden_size: int, num_heads: int, head_dim: int | None) -> int:
-    if head_dim is not None:
-        if head_dim < 1:
-            raise ShapeError(f"head_dim={head_dim} must be positive")
-        return head_dim
-    if hidden_size % num_heads:
-        raise ShapeError(
-            f"hidden size {hidden_size} is not a multiple of {num_heads} heads; pass head_dim="
-        )
-    return hidden_size // num_heads
