@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from tests.layers.state_model import Everything, equal, unsplit
 from tp_kernels.comm import ParallelGroup, Ranks, ShapeError, TpKernelsError, UnsupportedError
@@ -301,3 +304,62 @@ def test_a_failed_save(world, tmp_path):
     for text in world(3).run(fails, tmp_path):
         assert "failed on ranks {1: 'OSError: no space left on device'}" in text
     assert not (tmp_path / ".metadata").exists()
+
+
+def fully_sharded(group: ParallelGroup, mesh: DeviceMesh) -> Everything:
+    """The model, whose slices FSDP2 divides over "dp": rows of rows, of packed and of shared ones too."""
+    model = Everything(group, torch.float32)
+    fully_shard(model.packed, mesh=mesh, ignored_params={model.packed.scale})  # it takes no scalars
+    fully_shard(model.qkv, mesh=mesh)
+    fully_shard(model, mesh=mesh, ignored_params={model.packed.scale})
+    assert isinstance(model.qkv.k_proj.weight, DTensor)
+    return model
+
+
+def fsdp(directory: Path, saving: bool) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with ParallelGroup(mesh["tp"], timeout=30, provider="none") as group:
+        model = fully_sharded(group, mesh["dp"])
+        optimizer = torch.optim.AdamW(model.parameters())
+        if saving:
+            for seed in (4, 1):
+                expected = unsplit(torch.float32, seed)
+                load_full_state_dict(model, expected)
+                assert equal(full_state_dict(model), expected)
+            for parameter in model.parameters():
+                parameter.grad = 3 * parameter.detach()
+            optimizer.step()
+            save_sharded(directory, model, optimizer)
+        else:
+            load_sharded(directory, model, optimizer)
+        return full_state_dict(model) | whole_moments(model, optimizer)
+
+
+def whole_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    placed = {id(p): place for _, p, place in placements(model)}
+    whole = {}
+    for name, parameter in model.named_parameters():
+        moment = optimizer.state[parameter]["exp_avg"]
+        moment = moment.full_tensor() if isinstance(moment, DTensor) else moment
+        place = placed.get(id(parameter))
+        whole[f"moment.{name}"] = moment if place is None else place.gather(moment)
+    return whole
+
+
+def without_fsdp(directory: Path) -> dict[str, Any]:
+    with ParallelGroup(timeout=30, provider="none") as group:
+        model = Everything(group, torch.float32)
+        optimizer = torch.optim.AdamW(model.parameters())
+        load_sharded(directory, model, optimizer)
+        return full_state_dict(model) | whole_moments(model, optimizer)
+
+
+def test_fully_shard_around_divided_layers(world, tmp_path):
+    expected = world(4).run(fsdp, tmp_path, True)
+    assert not torch.equal(expected[0]["row.weight"], unsplit(torch.float32, 1)["row.weight"])
+    grad = 3 * unsplit(torch.float32, 1)["qkv.k_proj.weight"]
+    torch.testing.assert_close(
+        expected[0]["moment.qkv.k_proj.weight"], grad / 10, rtol=1e-5, atol=0
+    )
+    found = world(4).run(fsdp, tmp_path, False) + world(3).run(without_fsdp, tmp_path)
+    assert all(equal(state, expected[0]) for state in expected + found)
