@@ -155,27 +155,33 @@ def test_elements_are_stored_once(world, tmp_path):
         assert stored_once(tmp_path / str(size)) == expected
 
 
-def plain_dcp(directory: Path, saving: bool) -> None:
+def plain_dcp(directory: Path, saving: str) -> None:
     """`sharded_state_dict` with torch's own save and load, nested as users nest it."""
     with ParallelGroup(timeout=30, provider="none") as group:
         model = Everything(group, torch.float64)
+        state = {"app": {"model": sharded_state_dict(model), "step": 4}}
         if saving:
             load_full_state_dict(model, unsplit(torch.float64))
-            dcp.save(
-                {"app": {"model": sharded_state_dict(model), "step": 4}}, checkpoint_id=directory
-            )
-            return
-        state = {"app": {"model": sharded_state_dict(model), "step": 0}}
-        dcp.load(state, checkpoint_id=directory)
-        assert state["app"]["step"] == 4
-        model.packed.set_extra_state(state["app"]["model"]["packed._extra_state"])
-        assert equal(full_state_dict(model), unsplit(torch.float64))
+            state["app"]["model"]["packed._extra_state"] = 5
+        if saving == "save":
+            dcp.save(state, checkpoint_id=directory)
+        elif saving == "async_save":
+            done = dcp.async_save(state, checkpoint_id=directory)
+            load_full_state_dict(model, unsplit(torch.float64, 1))  # training goes on meanwhile
+            done.result()
+        else:
+            state["app"]["step"] = 0
+            dcp.load(state, checkpoint_id=directory)
+            assert state["app"]["step"] == 4
+            model.packed.set_extra_state(state["app"]["model"]["packed._extra_state"])
+            assert equal(full_state_dict(model), unsplit(torch.float64))
 
 
-def test_plain_dcp(world, tmp_path):
-    world(4).run(plain_dcp, tmp_path, True)
+@pytest.mark.parametrize("saving", ["save", "async_save"])
+def test_plain_dcp(world, tmp_path, saving):
+    world(4).run(plain_dcp, tmp_path, saving)
     for size in (2, 3):
-        world(size).run(plain_dcp, tmp_path, False)
+        world(size).run(plain_dcp, tmp_path, "")
 
 
 def errors(directory: Path, full: Path) -> dict[str, str]:
