@@ -22,6 +22,7 @@ from tp_kernels.layers import (
     full_state_dict,
     load_full_state_dict,
     load_sharded,
+    materialize,
     placements,
     save_sharded,
     sharded_state_dict,
@@ -325,6 +326,10 @@ def fully_sharded(group: ParallelGroup, mesh: DeviceMesh) -> Everything:
 def fsdp(directory: Path, saving: bool) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     with ParallelGroup(mesh["tp"], timeout=30, provider="none") as group:
+        with torch.device("meta"):
+            empty = fully_sharded(group, mesh["dp"])
+        with pytest.raises(UnsupportedError, match="materialize before fully_shard"):
+            materialize(empty)
         model = fully_sharded(group, mesh["dp"])
         optimizer = torch.optim.AdamW(model.parameters())
         if saving:
