@@ -96,8 +96,9 @@ class ParallelTransformerBlock(nn.Module):
         self.norm_position, self.parallel = norm_position, parallel
 
         def make(wanted: bool) -> Any:  # a norm, or None
-            kind = norm if wanted else None
-            return make_norm(kind, hidden_size, epsilon, zero_centered, **layout, **placed)
+            if not wanted:
+                return None
+            return make_norm(norm, hidden_size, epsilon, zero_centered, **layout, **placed)
 
         self.input_layernorm = make(before)
         self.self_attn = ParallelAttention(*heads, **{**options, **(attention or {})})
