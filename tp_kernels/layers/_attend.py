@@ -7,12 +7,14 @@ scores in memory; they are made for `CHUNK` queries at a time.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from tp_kernels.comm.errors import ShapeError, UnsupportedError
+from tp_kernels.ops.dropout import dropout
 
 from .heads import HeadShard
 
@@ -30,6 +32,7 @@ class AttentionOptions:
     alibi: bool = False
     softcap: float | None = None
     scale: float | None = None
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         if self.sliding_window is not None and self.sliding_window < 1:
@@ -38,11 +41,17 @@ class AttentionOptions:
             raise UnsupportedError(f"softcap={self.softcap} must be positive; None for no cap")
         if self.scale is not None and not 0 < self.scale < math.inf:
             raise UnsupportedError(f"scale={self.scale} must be positive and finite")
+        if not 0 <= self.dropout <= 1:
+            raise UnsupportedError(f"dropout={self.dropout} is no probability, 0 to 1")
 
 
-def needs_scores(options: AttentionOptions, sinks: bool) -> list[str]:
+def needs_scores(options: AttentionOptions, sinks: bool, training: bool) -> list[str]:
     """Reasons why scores have to be in memory; none: torch's kernel does it."""
-    asked = {"softcap": options.softcap is not None, "sinks": sinks}
+    asked = {
+        "softcap": options.softcap is not None,
+        "sinks": sinks,
+        "dropout": training and options.dropout > 0,
+    }
     return [name for name, wanted in asked.items() if wanted]
 
 
@@ -55,6 +64,7 @@ def attend(
     *,
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
+    draw_key: Callable[[], Tensor] | None = None,
 ) -> Tensor:
     """Attention of this rank's heads.
 
@@ -63,11 +73,12 @@ def attend(
         k, v: [b, n_kv, t, D].
         mask: [1 or b, 1 or n, 1 or s, 1 or t], bool (True: may be seen) or added to the scores.
         sinks: [n], a logit of each head that takes part in the softmax and has no value (gpt-oss).
+        draw_key: in training, makes the keys of dropout, equal on all ranks.
 
     Returns:
         [b, n, s, D]; zeros for a query that sees nothing.
     """
-    if not needs_scores(options, sinks is not None):
+    if not needs_scores(options, sinks is not None, draw_key is not None):
         return _by_kernel(q, k, v, options, shard, mask)
     heads = shard.kv_of_query()
     if heads != list(range(k.shape[1])):
@@ -80,6 +91,15 @@ def attend(
         bias = total_mask(options, shard, rows, q.shape[2], k.shape[2], q.device, seen, wide)
         scores = _scores(q[:, :, start : rows.stop].to(wide), k.to(wide), options)
         probabilities = _softmax(scores, bias, sinks)
+        if options.dropout > 0 and draw_key is not None:
+            probabilities = dropout(
+                probabilities,
+                options.dropout,
+                key=draw_key(),
+                dim=1,
+                start=shard.q[0],
+                size=shard.heads,
+            )
         outputs.append(probabilities.to(v.dtype) @ v)
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 

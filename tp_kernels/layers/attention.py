@@ -13,33 +13,17 @@ from torch import Tensor, nn
 
 from tp_kernels.comm.errors import ShapeError, UnsupportedError
 from tp_kernels.comm.group import GroupLike, as_group
+from tp_kernels.ops.rotary import apply_rotary
 
 from ._attend import CHUNK, AttentionOptions, attend, local_mask, needs_scores
 from .heads import partition_heads
 from .kv_cache import KVCache
 from .linear import RowParallelLinear
+from .norm import RMSNorm
 from .placement import ParamPlacement, place
 from .qkv import QKVParallelLinear, feature_ranges
+from .random import RandomStreams, draw_key
 from .rotary import RotaryEmbedding, RotaryOptions
-
-
-class HeadNorm(nn.Module):
-    """RMSNorm of each head: weight [D], whole on every rank, which uses it for its own heads only."""
-
-    def __init__(self, placement: ParamPlacement, epsilon: float, **options: Any) -> None:
-        super().__init__()
-        self.epsilon = epsilon
-        place(self, "weight", placement)
-        self.weight = nn.Parameter(torch.empty(placement.shape, **options))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        unit = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
-        return (unit * self.weight).to(x.dtype)
 
 
 class ParallelAttention(QKVParallelLinear):
@@ -55,16 +39,20 @@ class ParallelAttention(QKVParallelLinear):
             most so far away on both sides (transformers' bounds). None for all.
         rotary: RotaryOptions; None for none.
         qk_norm: "rms" for an RMSNorm of each head of queries and keys, before they are turned (Qwen3):
-            parameters `q_norm.weight`, `k_norm.weight` [D]. None for none.
+            parameters `q_norm.weight`, `k_norm.weight` [D]. "rms_zero_centered" scales by 1 + weight
+            (Gemma 3). None for none.
         alibi: -slope * distance added to the scores (Press et al., 2022), slopes of the unsplit heads.
         softcap: scores become softcap * tanh(scores / softcap), before masks (Gemma 2).
         sinks: a learned logit per head that takes its share of the softmax (gpt-oss): `sinks` [heads].
         scale: of the scores; None: 1 / sqrt(D).
+        dropout: of the softmax, in training; the mask does not depend on the world size.
+        streams: RandomStreams that dropout draws from; see ParallelDropout.
         context_size: keys and values are made from `context` with so many features: cross-attention, with
             causal=False and rotary=None.
         sequence_parallel: x, the context and the result are this rank's part of the sequence.
         batch_first: x, context and result are [b, s, H], or [s, b, H]; None: [b, s, H] without, [s, b, H]
             with sequence parallelism.
+        delay_wgrad: backward leaves the gradients of weights to `backward_dw()`.
 
     forward(x, *, rows, position_ids, attention_mask, cache, context, context_rows, cu_seqlens, rotary):
         rows, context_rows: unsplit lengths under sequence parallelism; default s_r * W.
@@ -103,15 +91,21 @@ class ParallelAttention(QKVParallelLinear):
         softcap: float | None = None,
         sinks: bool = False,
         scale: float | None = None,
+        dropout: float = 0.0,
+        streams: RandomStreams | None = None,
         context_size: int | None = None,
         group: GroupLike = None,
         sequence_parallel: bool = False,
         batch_first: bool | None = None,
+        delay_wgrad: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         group = as_group(group)
         memory: dict[str, Any] = {"device": device, "dtype": dtype}
+        linear = {**memory, "sequence_parallel": sequence_parallel, "batch_first": batch_first}
+        if delay_wgrad:
+            linear["delay_wgrad"] = delay_wgrad
         super().__init__(
             hidden_size,
             num_heads,
@@ -122,11 +116,9 @@ class ParallelAttention(QKVParallelLinear):
             layout=layout,
             context_size=context_size,
             group=group,
-            sequence_parallel=sequence_parallel,
-            batch_first=batch_first,
-            **memory,
+            **linear,
         )
-        self.options = AttentionOptions(causal, sliding_window, alibi, softcap, scale)
+        self.options = AttentionOptions(causal, sliding_window, alibi, softcap, scale, dropout)
         if rotary is not None and (alibi or context_size is not None):
             other = "alibi=True" if alibi else "context_size"
             raise UnsupportedError(f"{other} with rotary embedding; pass rotary=None")
@@ -135,14 +127,19 @@ class ParallelAttention(QKVParallelLinear):
                 "context_size with causal, sliding_window or alibi: tokens of the context have no place "
                 "relative to those of x; pass causal=False and an attention_mask"
             )
-        if qk_norm not in (None, "rms"):
-            raise UnsupportedError(f"qk_norm={qk_norm!r}; 'rms' over each head, or None")
+        if qk_norm not in (None, "rms", "rms_zero_centered"):
+            raise UnsupportedError(
+                f"qk_norm={qk_norm!r}; 'rms' or 'rms_zero_centered' over each head, or None"
+            )
+        self.streams = streams
         self.rotary = None if rotary is None else RotaryEmbedding(self.head_dim, rotary)
         self.q_norm = self.k_norm = None
         if qk_norm is not None:
-            whole = ParamPlacement(group, (self.head_dim,), partial_gradient=True)
-            self.q_norm = HeadNorm(whole, qk_norm_epsilon, **memory)
-            self.k_norm = HeadNorm(whole, qk_norm_epsilon, **memory)
+            # their gradients are parts, as under sequence parallelism: here each rank has its own heads
+            norm: dict[str, Any] = {"group": group, "sequence_parallel": True, **memory}
+            norm["zero_centered"] = qk_norm == "rms_zero_centered"
+            self.q_norm = RMSNorm(self.head_dim, qk_norm_epsilon, **norm)
+            self.k_norm = RMSNorm(self.head_dim, qk_norm_epsilon, **norm)
         shards = partition_heads(num_heads, num_kv_heads or num_heads, group.size)
         if sinks:
             by_head = ParamPlacement(group, (num_heads,), 0, tuple(shard.q for shard in shards))
@@ -156,8 +153,7 @@ class ParallelAttention(QKVParallelLinear):
             output_bias,
             group=group,
             ranges=feature_ranges(shards, self.head_dim)[0],
-            sequence_parallel=sequence_parallel,
-            **memory,
+            **linear,
         )
         self.reset_parameters()
 
@@ -190,7 +186,8 @@ class ParallelAttention(QKVParallelLinear):
             if self.rotary is not None:
                 if rotary is None:
                     rotary = self._tables(position_ids, cache, bounds, q)
-                q, k = (apply_rotary(y, *rotary, self.rotary.options.interleaved) for y in (q, k))
+                pairs = self.rotary.options.interleaved
+                q, k = (apply_rotary(y, *rotary, interleaved=pairs) for y in (q, k))
             k, v = k.transpose(1, 2), v.transpose(1, 2)
             if cache is not None:
                 k, v = cache.append(k, v)
@@ -206,7 +203,7 @@ class ParallelAttention(QKVParallelLinear):
 
     def explain(self) -> str:
         """Which way attention goes, and why."""
-        reasons = needs_scores(self.options, self.sinks is not None)
+        reasons = needs_scores(self.options, self.sinks is not None, self.training)
         if reasons:
             return f"scores in memory, {CHUNK} queries at a time: {', '.join(reasons)}"
         return "torch scaled_dot_product_attention: nothing needs the scores"
@@ -253,7 +250,15 @@ class ParallelAttention(QKVParallelLinear):
         return self.rotary(position_ids, lengths)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        return attend(q, k, v, self.options, self.shard, mask=mask, sinks=self.sinks)
+        draw = self._draw_key if self.training else None
+        return attend(q, k, v, self.options, self.shard, mask=mask, sinks=self.sinks, draw_key=draw)
+
+    def _draw_key(self) -> Tensor:
+        device = self.o_proj.weight.device
+        if self.streams is None:
+            return draw_key(device, self.o_proj.group)
+        with self.streams.fork("same"):
+            return draw_key(device)
 
     def _packed(self, q: Tensor, k: Tensor, v: Tensor, bounds: list[int]) -> Tensor:
         """Each text alone: the work is the sum of their squares, not the square of their sum."""
@@ -262,11 +267,10 @@ class ParallelAttention(QKVParallelLinear):
         return torch.cat([self._attend(q, k, v, None) for q, k, v in parts], dim=2)
 
     def _output(self, y: Tensor) -> Tensor:
-        """[b, n, s, D] -> the projected layout of x."""
-        sequence_first = self.sequence_parallel or not self.batch_first
-        y = y.permute(2, 0, 1, 3) if sequence_first else y.transpose(1, 2)
-        y = self.o_proj(y.flatten(2))
-        return y.transpose(0, 1) if sequence_first and self.batch_first else y
+        """[b, n, s, D] -> projected, in the layout of x."""
+        y = y.transpose(1, 2) if self.batch_first else y.permute(2, 0, 1, 3)
+        output: Tensor = self.o_proj(y.flatten(2))
+        return output
 
     def _check(
         self,
@@ -331,14 +335,3 @@ def _bounds(cu_seqlens: Tensor, total: int) -> list[int]:
             f"cu_seqlens {bounds} for {total} tokens; expected 0, ascending ends, {total}"
         )
     return bounds
-
-
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Turn the first features of x [b, s, n, D] by the angles of cos and sin [1 or b, s, R/2]."""
-    cos, sin = cos.unsqueeze(2).to(x.dtype), sin.unsqueeze(2).to(x.dtype)
-    turned, rest = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], dim=-1)
-    pairs = turned.unflatten(-1, (-1, 2) if interleaved else (2, -1))
-    first, second = pairs.unbind(-1 if interleaved else -2)
-    both = (first * cos - second * sin, second * cos + first * sin)
-    y = torch.stack(both, -1).flatten(-2) if interleaved else torch.cat(both, -1)
-    return torch.cat((y, rest), -1) if rest.shape[-1] else y

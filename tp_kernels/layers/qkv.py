@@ -12,8 +12,8 @@ from tp_kernels.comm.errors import ShapeError, UnsupportedError
 from tp_kernels.comm.group import GroupLike, as_group
 
 from .heads import HeadShard, kv_head, partition_heads
-from .linear import ColumnParallelLinear, column_parallel
-from .placement import Piece
+from .linear import ColumnParallelLinear, RowParallelLinear, column_parallel
+from .placement import Piece, Ranges
 
 LAYOUTS = ("blocks", "groups")
 
@@ -35,6 +35,7 @@ class QKVParallelLinear(nn.Module):
         sequence_parallel: x (and the context) is this rank's part of the sequence.
         batch_first: of a 3-D x: [b, s, H] or [s, b, H]; None: [s, b, H] under sequence parallelism. Without
             it the layer takes x [..., H] of any shape and batch_first has no say.
+        delay_wgrad: backward leaves the gradients of weights to `backward_dw()`.
 
     forward(x [..., H], rows=None) -> q [..., n_q * D], k [..., n_kv * D], v [..., n_kv * D] of local heads,
         all of the sequence, which has `rows` tokens (under sequence parallelism; default s_r * W).
@@ -58,6 +59,7 @@ class QKVParallelLinear(nn.Module):
         group: GroupLike = None,
         sequence_parallel: bool = False,
         batch_first: bool | None = None,
+        delay_wgrad: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -81,19 +83,18 @@ class QKVParallelLinear(nn.Module):
         self.sequence_parallel = sequence_parallel
         self.batch_first = not sequence_parallel if batch_first is None else batch_first
 
-        def column(
-            features: int, heads: int, ranges: Sequence[Piece | tuple[Piece, ...]]
-        ) -> ColumnParallelLinear:
-            options: dict[str, Any] = {"device": device, "dtype": dtype}
-            return ColumnParallelLinear(
-                features,
-                heads * head_dim,
-                bias,
-                group=group,
-                sequence_parallel=sequence_parallel,
-                ranges=ranges,
-                **options,
-            )
+        options: dict[str, Any] = {
+            "group": group,
+            "sequence_parallel": sequence_parallel,
+            "batch_first": batch_first,
+            "device": device,
+            "dtype": dtype,
+        }
+        if delay_wgrad:
+            options["delay_wgrad"] = delay_wgrad
+
+        def column(features: int, heads: int, ranges: Ranges) -> ColumnParallelLinear:
+            return ColumnParallelLinear(features, heads * head_dim, bias, ranges=ranges, **options)
 
         if fused:
             pieces = [packed_pieces(shard, head_dim, layout) for shard in shards]
@@ -121,25 +122,21 @@ class QKVParallelLinear(nn.Module):
         if context_rows is not None:
             raise UnsupportedError("context_rows= without a context")
         if not self.fused:
-            return self._columns(x, [self.q_proj, self.k_proj, self.v_proj], rows)
-        (y,) = self._columns(x, [self.qkv_proj], rows)
+            return column_parallel(x, [self.q_proj, self.k_proj, self.v_proj], rows)
+        (y,) = column_parallel(x, [self.qkv_proj], rows)
         return self._unpack(y)
 
-    def queries(self, x: Tensor, rows: int | None = None) -> tuple[Tensor, ...]:
-        return self._columns(x, [self.q_proj], rows)
+    def queries(self, x: Tensor, rows: int | None = None) -> tuple[Any, ...]:
+        return column_parallel(x, [self.q_proj], rows)
 
-    def keys_and_values(self, context: Tensor, rows: int | None = None) -> tuple[Tensor, ...]:
-        return self._columns(context, [self.k_proj, self.v_proj], rows)
+    def keys_and_values(self, context: Tensor, rows: int | None = None) -> tuple[Any, ...]:
+        return column_parallel(context, [self.k_proj, self.v_proj], rows)
 
-    def _columns(
-        self, x: Tensor, layers: Sequence[ColumnParallelLinear], rows: int | None
-    ) -> tuple[Tensor, ...]:
-        if not (self.sequence_parallel and self.batch_first):
-            return column_parallel(x, layers, rows)
-        if x.dim() != 3:
-            raise ShapeError(f"{type(self).__name__}: x is {tuple(x.shape)}, expected [b, s, H]")
-        ys = column_parallel(x.transpose(0, 1), layers, rows)
-        return tuple(y.transpose(0, 1) for y in ys)
+    def backward_dw(self) -> None:
+        """Gradients of the weights that backward left out under delay_wgrad=True, of one backward."""
+        for layer in self.children():
+            if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+                layer.backward_dw()
 
     def _unpack(self, y: Tensor) -> tuple[Tensor, ...]:
         """Local features of the fused projection -> those of queries, keys, values."""

@@ -56,10 +56,14 @@ def choose_local(operation: str, x: Tensor, implementation: str) -> str:
     return _name(operation, x.dtype, device_type(x), implementation)
 
 
-@torch.compiler.assume_constant_result
 def _name(operation: str, dtype: torch.dtype, device: str, implementation: str) -> str:
     choice = explain_local(operation, dtype=dtype, device=device, implementation=implementation)
     return choice.implementation
+
+
+# What torch.compiler.assume_constant_result does, which imports the compiler and with it Triton: that must
+# not happen before ranks have their environment (TRITON_INTERPRET).
+_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache
