@@ -199,6 +199,7 @@ PYBIND11_MODULE(_host, module) {
   bind_slot(module);
   bind_short(module);
   bind_rings(module);
+  bind_dropout(module);
   module.def(
       "layout_bytes",
       [](std::uint32_t world, std::uint32_t slots, std::uint64_t capacity, std::uint32_t buffers,

@@ -43,5 +43,6 @@ inline void check_product(std::uint64_t x, std::uint64_t w, std::uint64_t x_coun
 void bind_slot(py::module_& module);
 void bind_short(py::module_& module);
 void bind_rings(py::module_& module);
+void bind_dropout(py::module_& module);
 
 }  // namespace tpk

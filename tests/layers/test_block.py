@@ -21,6 +21,9 @@ CASES = [
     Case({"norm_position": "sandwich", "zero_centered": True, "mlp": {"activation": "geglu"}}),
     Case({"parallel": True, **LAYER, **BIASES, "mlp": {"packed": "blocks", "output_bias": True}}),
     replace(Case({**LAYER, "mlp": {"packed": "interleaved"}}), tokens=3),  # fewer tokens than ranks
+    Case({"cross_attention": {}, "attention": {"qkv_bias": True}}),
+    Case({"cross_attention": {"output_bias": True}, "norm_position": "post", **LAYER}),
+    Case({"cross_attention": {}, "norm_position": "sandwich", "mlp": {"activation": "relu2"}}),
 ]
 
 
@@ -107,7 +110,7 @@ def build(
     )
 
 
-LAYOUTS = [(False, None), (True, None)]
+LAYOUTS = [(False, None), (False, False), (True, None), (True, True)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

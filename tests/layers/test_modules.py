@@ -192,10 +192,10 @@ def test_refusals():
         VocabParallelEmbedding(4, 2, group=group)(torch.tensor([4]))
     with pytest.raises(ShapeError, match="not a multiple of 3 heads"):
         ParallelAttention(8, 3, group=group)
-    with pytest.raises(ShapeError, match="even head_dim"):
+    with pytest.raises(ShapeError, match="even number of features"):
         ParallelAttention(9, 3, group=group)
     with pytest.raises(UnsupportedError, match="sliding_window"):
-        ParallelAttention(8, 2, sliding_window=4, causal=False, group=group)
+        ParallelAttention(8, 2, sliding_window=0, group=group)
     with pytest.raises(UnsupportedError, match="activation='swish'"):
         ParallelMLP(8, 8, activation="swish", group=group)
     with pytest.raises(UnsupportedError, match="rows="):

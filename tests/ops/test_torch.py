@@ -24,10 +24,12 @@ from tp_kernels.ops import (
     copy_to_ranks,
     gather_features,
     gather_rows,
+    linear_cross_entropy,
     reduce_from_ranks,
     reduce_scatter_rows,
     scatter_features,
     scatter_rows,
+    vocab_parallel_cross_entropy,
 )
 
 HIDDEN, INNER = 10, 6
@@ -368,6 +370,18 @@ def differentiable(group: ParallelGroup) -> Iterator[tuple[str, Callable[..., Te
     yield "reduce_scatter_rows", lambda x, w: reduce_scatter_rows(x, group=group)
     yield "scatter_features", lambda x, w: scatter_features(x, group=group)
     yield "gather_features", lambda x, w: gather_features(x, [3, 3], group=group)
+    labels = torch.tensor([0, 2, -100, 1])
+    options = {"group": group, "reduction": "none"}
+    yield (
+        "vocab_parallel_cross_entropy",
+        lambda x, w: vocab_parallel_cross_entropy(
+            x, labels, vocab_size=3 * group.size, z_loss=0.1, **options
+        ),
+    )
+    yield (
+        "linear_cross_entropy",
+        lambda x, w: linear_cross_entropy(x, w, labels, vocab_size=4 * group.size, **options),
+    )
     yield "copy_to_ranks", lambda x, w: copy_to_ranks(x, group=group)
     yield "reduce_from_ranks", lambda x, w: reduce_from_ranks(x, group=group)
 

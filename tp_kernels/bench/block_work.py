@@ -20,6 +20,7 @@ from tp_kernels.layers import (
     KVCache,
     ParallelAttention,
     ParallelMLP,
+    RotaryOptions,
     RowParallelLinear,
     finalize_gradients,
     placements,
@@ -106,7 +107,7 @@ class Layer:
     def __init__(self, part: str, hidden: int) -> None:
         preset, group, whole = PRESETS[hidden], group_of_rank(), weights(hidden)
         self.attention = ParallelAttention(
-            hidden, preset.heads, preset.kv_heads, rope_theta=ROPE_THETA, group=group
+            hidden, preset.heads, preset.kv_heads, rotary=RotaryOptions(ROPE_THETA), group=group
         )
         mlp = ParallelMLP(hidden, preset.intermediate, group=group)
         for module in (self.attention, mlp):
@@ -155,7 +156,7 @@ def work(group: ParallelGroup, case: Case, implementation: str) -> Work:
 
     def forward() -> Tensor:
         if cache is not None:
-            cache.length = CONTEXT  # the same token again
+            cache.crop(CONTEXT)  # the same token again
         with torch.inference_mode():
             return module(x, **options)
 

@@ -27,10 +27,10 @@ from tp_kernels.layers.heads import HeadShard, partition_heads
 from tp_kernels.layers.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
-    feature_ranges,
 )
 from tp_kernels.layers.lm_head import ParallelLMHead
 from tp_kernels.layers.placement import ParamPlacement, Ranges, place, placements
+from tp_kernels.layers.qkv import feature_ranges
 from tp_kernels.layers.state import full_state_dict
 
 from .checkpoint import SafetensorsReader, read_slices

@@ -1,11 +1,11 @@
-"""ParallelAttention: multi-head, grouped-query and multi-query attention divided by heads.
+"""ParallelAttention: attention divided by heads, with what published models do to it.
 
-Limits: torch SDPA does the attention itself; rotary embedding is the half-split kind without scaling;
-no attention dropout.
+Multi-head, grouped-query and multi-query; self- and cross-attention; training, generation and packed texts.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,60 +13,63 @@ from torch import Tensor, nn
 
 from tp_kernels.comm.errors import ShapeError, UnsupportedError
 from tp_kernels.comm.group import GroupLike, as_group
+from tp_kernels.ops.rotary import apply_rotary
 
+from ._attend import CHUNK, AttentionOptions, attend, local_mask, needs_scores
 from .heads import partition_heads
-from .linear import QKVParallelLinear, RowParallelLinear, feature_ranges
-
-
-class KVCache:
-    """Keys and values of one layer's local heads, [b, n_kv, s, D]; grows by doubling.
-
-    Not differentiable: made for generation.
-    """
-
-    def __init__(self) -> None:
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
-        self.length = 0
-
-    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add [b, n_kv, s, D] at the end; returns all keys and values so far."""
-        batch, heads, added, width = keys.shape
-        total = self.length + added
-        if self._keys is None or self._values is None or self._keys.shape[2] < total:
-            room = max(total, 2 * self.length, 64)
-            grown_keys = keys.new_empty(batch, heads, room, width)
-            grown_values = values.new_empty(batch, heads, room, width)
-            if self._keys is not None and self._values is not None:
-                grown_keys[:, :, : self.length] = self._keys[:, :, : self.length]
-                grown_values[:, :, : self.length] = self._values[:, :, : self.length]
-            self._keys, self._values = grown_keys, grown_values
-        self._keys[:, :, self.length : total] = keys
-        self._values[:, :, self.length : total] = values
-        self.length = total
-        return self._keys[:, :, :total], self._values[:, :, :total]
+from .kv_cache import KVCache
+from .linear import RowParallelLinear
+from .norm import RMSNorm
+from .placement import ParamPlacement, place
+from .qkv import QKVParallelLinear, feature_ranges
+from .random import RandomStreams, draw_key
+from .rotary import RotaryEmbedding, RotaryOptions
 
 
 class ParallelAttention(QKVParallelLinear):
-    """Self-attention with this rank's heads; the output projection completes the sum over ranks.
+    """Attention with this rank's heads; the output projection completes the sum over ranks.
 
     Args:
         hidden_size, num_heads, num_kv_heads, head_dim: of the unsplit layer. Any number of query heads on
             any number of ranks up to it; KV heads fewer than ranks are held by several.
         qkv_bias, output_bias: biases of the projections.
+        fused, layout: one parameter `qkv_proj` in the layout "blocks" or "groups"; see QKVParallelLinear.
         causal: each token sees itself and those before it.
-        sliding_window: each token sees this many tokens, itself included; None for all.
-        rope_theta: base of the rotary embedding (Su et al., 2021, in the half-split form); None for none.
-        sequence_parallel: x and the result are this rank's rows [s_r, b, H] of [s, b, H], instead of
-            [b, s, H] whole.
+        sliding_window: with causal, each token sees this many tokens, itself included; without, those at
+            most so far away on both sides (transformers' bounds). None for all.
+        rotary: RotaryOptions; None for none.
+        qk_norm: "rms" for an RMSNorm of each head of queries and keys, before they are turned (Qwen3):
+            parameters `q_norm.weight`, `k_norm.weight` [D]. "rms_zero_centered" scales by 1 + weight
+            (Gemma 3). None for none.
+        alibi: -slope * distance added to the scores (Press et al., 2022), slopes of the unsplit heads.
+        softcap: scores become softcap * tanh(scores / softcap), before masks (Gemma 2).
+        sinks: a learned logit per head that takes its share of the softmax (gpt-oss): `sinks` [heads].
+        scale: of the scores; None: 1 / sqrt(D).
+        dropout: of the softmax, in training; the mask does not depend on the world size.
+        streams: RandomStreams that dropout draws from; see ParallelDropout.
+        context_size: keys and values are made from `context` with so many features: cross-attention, with
+            causal=False and rotary=None.
+        sequence_parallel: x, the context and the result are this rank's part of the sequence.
+        batch_first: x, context and result are [b, s, H], or [s, b, H]; None: [b, s, H] without, [s, b, H]
+            with sequence parallelism.
+        delay_wgrad: backward leaves the gradients of weights to `backward_dw()`.
 
-    forward(x, *, rows=None, position_ids=None, attention_mask=None, cache=None):
-        rows: s under sequence parallelism; default s_r * W.
-        position_ids: [b, s] or [s]; default: counted from the cache's length.
-        attention_mask: bool (True: may see) or additive, broadcastable to [b, n_q, s, s_kv]; combined with
-            causal and sliding_window. A mask with a head dimension must hold this rank's heads.
-        cache: a KVCache, not under sequence parallelism.
+    forward(x, *, rows, position_ids, attention_mask, cache, context, context_rows, cu_seqlens, rotary):
+        rows, context_rows: unsplit lengths under sequence parallelism; default s_r * W.
+        position_ids: int [s] or [b, s], of rotary only; default: counted from the cache's length, or from
+            the start of each packed text. Masks, windows and ALiBi go by the place in the sequence.
+        attention_mask: bool (True: may see) or numbers to add, broadcastable to [b, heads, s, t], with t all
+            tokens so far; its head dimension has 1, this rank's or all heads. Combined with causal and
+            sliding_window. A query that sees nothing gives zeros.
+        cache: a KVCache or StaticKVCache, without gradients and not under sequence parallelism. With
+            context_size it keeps keys and values of the context, which later calls leave out.
+        context: [b, t, C] (or [t, b, C]).
+        cu_seqlens: int32 [n + 1], 0 first and s last: texts packed into one sequence (b = 1) that do not see
+            each other and whose positions start at 0. Read on the host.
+        rotary: (cos, sin) of `self.rotary(position_ids)`, made once for several layers.
     """
+
+    sinks: nn.Parameter | None
 
     def __init__(
         self,
@@ -77,41 +80,87 @@ class ParallelAttention(QKVParallelLinear):
         *,
         qkv_bias: bool = False,
         output_bias: bool = False,
+        fused: bool = False,
+        layout: str = "blocks",
         causal: bool = True,
         sliding_window: int | None = None,
-        rope_theta: float | None = 10000.0,
+        rotary: RotaryOptions | None = RotaryOptions(),  # noqa: B008  # frozen
+        qk_norm: str | None = None,
+        qk_norm_epsilon: float = 1e-6,
+        alibi: bool = False,
+        softcap: float | None = None,
+        sinks: bool = False,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        streams: RandomStreams | None = None,
+        context_size: int | None = None,
         group: GroupLike = None,
         sequence_parallel: bool = False,
+        batch_first: bool | None = None,
+        delay_wgrad: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         group = as_group(group)
-        options: dict[str, Any] = {
-            "sequence_parallel": sequence_parallel,
-            "device": device,
-            "dtype": dtype,
-        }
+        memory: dict[str, Any] = {"device": device, "dtype": dtype}
+        linear = {**memory, "sequence_parallel": sequence_parallel, "batch_first": batch_first}
+        if delay_wgrad:
+            linear["delay_wgrad"] = delay_wgrad
         super().__init__(
-            hidden_size, num_heads, num_kv_heads, head_dim, qkv_bias, group=group, **options
+            hidden_size,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            qkv_bias,
+            fused=fused,
+            layout=layout,
+            context_size=context_size,
+            group=group,
+            **linear,
         )
-        if sliding_window is not None and (sliding_window < 1 or not causal):
+        self.options = AttentionOptions(causal, sliding_window, alibi, softcap, scale, dropout)
+        if rotary is not None and (alibi or context_size is not None):
+            other = "alibi=True" if alibi else "context_size"
+            raise UnsupportedError(f"{other} with rotary embedding; pass rotary=None")
+        if context_size is not None and (causal or sliding_window is not None or alibi):
             raise UnsupportedError(
-                f"sliding_window={sliding_window} needs a positive size and causal=True"
+                "context_size with causal, sliding_window or alibi: tokens of the context have no place "
+                "relative to those of x; pass causal=False and an attention_mask"
             )
-        if rope_theta is not None and self.head_dim % 2:
-            raise ShapeError(f"rotary embedding needs an even head_dim, not {self.head_dim}")
+        if qk_norm not in (None, "rms", "rms_zero_centered"):
+            raise UnsupportedError(
+                f"qk_norm={qk_norm!r}; 'rms' or 'rms_zero_centered' over each head, or None"
+            )
+        self.streams = streams
+        self.rotary = None if rotary is None else RotaryEmbedding(self.head_dim, rotary)
+        self.q_norm = self.k_norm = None
+        if qk_norm is not None:
+            # their gradients are parts, as under sequence parallelism: here each rank has its own heads
+            norm: dict[str, Any] = {"group": group, "sequence_parallel": True, **memory}
+            norm["zero_centered"] = qk_norm == "rms_zero_centered"
+            self.q_norm = RMSNorm(self.head_dim, qk_norm_epsilon, **norm)
+            self.k_norm = RMSNorm(self.head_dim, qk_norm_epsilon, **norm)
         shards = partition_heads(num_heads, num_kv_heads or num_heads, group.size)
-        self.causal, self.sliding_window, self.rope_theta = causal, sliding_window, rope_theta
-        self.sequence_parallel = sequence_parallel
-        self._places = self.shard.padded_queries()
+        if sinks:
+            by_head = ParamPlacement(group, (num_heads,), 0, tuple(shard.q for shard in shards))
+            place(self, "sinks", by_head)
+            self.sinks = nn.Parameter(torch.empty(by_head.local_shape(), **memory))
+        else:
+            self.register_parameter("sinks", None)
         self.o_proj = RowParallelLinear(
             num_heads * self.head_dim,
             hidden_size,
             output_bias,
             group=group,
             ranges=feature_ranges(shards, self.head_dim)[0],
-            **options,
+            **linear,
         )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sinks start as a logit of zero; the projections and norms have initialised themselves."""
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
 
     def forward(  # type: ignore[override]  # a block, no longer only its three projections
         self,
@@ -121,80 +170,168 @@ class ParallelAttention(QKVParallelLinear):
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         cache: KVCache | None = None,
+        context: Tensor | None = None,
+        context_rows: int | None = None,
+        cu_seqlens: Tensor | None = None,
+        rotary: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        if x.dim() != 3:
-            raise ShapeError(f"ParallelAttention: x is {tuple(x.shape)}, expected three dimensions")
-        if cache is not None and self.sequence_parallel:
-            raise UnsupportedError(
-                "ParallelAttention: a KV cache under sequence_parallel=True; generate with a module "
-                "built with sequence_parallel=False"
+        self._check(x, position_ids, attention_mask, cache, context, cu_seqlens, rotary)
+        if self.context_size is not None and cache is not None and cache.length:
+            (q,) = self.queries(x, rows)
+            q = self._heads(q, self.q_norm)
+            k, v = cache.view()
+        else:
+            q, k, v = self._project(x, rows, context, context_rows)
+            bounds = None if cu_seqlens is None else _bounds(cu_seqlens, q.shape[1])
+            if self.rotary is not None:
+                if rotary is None:
+                    rotary = self._tables(position_ids, cache, bounds, q)
+                pairs = self.rotary.options.interleaved
+                q, k = (apply_rotary(y, *rotary, interleaved=pairs) for y in (q, k))
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+            if cache is not None:
+                k, v = cache.append(k, v)
+            if bounds is not None:
+                return self._output(self._packed(q.transpose(1, 2), k, v, bounds))
+        q = q.transpose(1, 2)
+        if attention_mask is not None:
+            total = k.shape[2] if cache is None else cache.length
+            attention_mask = local_mask(
+                attention_mask, self.shard, q.shape[0], q.shape[2], total, k.shape[2]
             )
-        q, k, v = (self._heads(y) for y in super().forward(x, rows))
-        past = cache.length if cache is not None else 0
-        length = q.shape[2]
-        if self.rope_theta is not None:
-            if position_ids is None:
-                position_ids = torch.arange(past, past + length, device=x.device)
-            cos, sin = rotary_table(position_ids, self.head_dim, self.rope_theta)
-            q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
-        if cache is not None:
-            k, v = cache.append(k, v)
-        mask = self._mask(length, k.shape[2], x.device, attention_mask, q.dtype)
-        is_causal = self.causal and mask is None and length > 1
-        places, place_of_query = self._places
-        even = len(places) == q.shape[1]
-        if not even:
-            q = q[:, places]
-            if mask is not None and mask.dim() == 4 and mask.shape[1] > 1:
-                mask = mask[:, places]
-        y = nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=k.shape[1] != q.shape[1]
-        )
-        y = y if even else y[:, place_of_query]
-        order = (2, 0, 1, 3) if self.sequence_parallel else (0, 2, 1, 3)
-        return self.o_proj(y.permute(order).flatten(2))
+        return self._output(self._attend(q, k, v, attention_mask))
 
-    def _heads(self, y: Tensor) -> Tensor:
-        """[b, s, n * D] (or [s, b, n * D]) -> [b, n, s, D]."""
+    def explain(self) -> str:
+        """Which way attention goes, and why."""
+        reasons = needs_scores(self.options, self.sinks is not None, self.training)
+        if reasons:
+            return f"scores in memory, {CHUNK} queries at a time: {', '.join(reasons)}"
+        return "torch scaled_dot_product_attention: nothing needs the scores"
+
+    def extra_repr(self) -> str:
+        return f"{self.shard}, {self.options}, {self.explain()}"
+
+    def _project(
+        self, x: Tensor, rows: int | None, context: Tensor | None, context_rows: int | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [b, s, n, D], normed."""
+        q, k, v = super().forward(x, rows, context, context_rows)
+        return self._heads(q, self.q_norm), self._heads(k, self.k_norm), self._heads(v, None)
+
+    def _heads(self, y: Tensor, norm: nn.Module | None) -> Tensor:
+        """[b, s, n * D] (or [s, b, n * D]) -> [b, s, n, D]."""
         y = y.unflatten(-1, (-1, self.head_dim))
-        return y.permute(1, 2, 0, 3) if self.sequence_parallel else y.transpose(1, 2)
+        y = y if self.batch_first else y.transpose(0, 1)
+        return y if norm is None else norm(y)
 
-    def _mask(
+    def _tables(
         self,
-        length: int,
-        total: int,
-        device: torch.device,
-        given: Tensor | None,
-        dtype: torch.dtype,
-    ) -> Tensor | None:
-        """The mask SDPA needs, or None where `is_causal` or nothing says it all."""
-        seen = None
-        window = self.sliding_window is not None and total > self.sliding_window
-        if self.causal and (window or (length > 1 and (given is not None or total != length))):
-            query = torch.arange(total - length, total, device=device).unsqueeze(1)
-            key = torch.arange(total, device=device)
-            seen = key <= query
-            if window:
-                seen = seen & (key > query - (self.sliding_window or 0))
-        if given is None or seen is None:
-            return seen if given is None else given
-        if given.dtype == torch.bool:
-            return given & seen
-        return given.masked_fill(~seen, torch.finfo(dtype).min)
+        position_ids: Tensor | None,
+        cache: KVCache | None,
+        bounds: list[int] | None,
+        q: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        assert self.rotary is not None
+        lengths = None
+        if position_ids is None:
+            past = cache.length if cache is not None else 0
+            position_ids = torch.arange(past, past + q.shape[1], device=q.device)
+            if bounds is not None:
+                sizes = torch.tensor(bounds).diff()
+                position_ids = position_ids - torch.tensor(bounds[:-1]).repeat_interleave(sizes).to(
+                    q.device
+                )
+                lengths = sizes.repeat_interleave(sizes).to(q.device)
+        elif position_ids.shape not in ((q.shape[1],), (1, q.shape[1]), q.shape[:2]):
+            raise ShapeError(
+                f"position_ids are {tuple(position_ids.shape)} for {q.shape[0]} sequences of {q.shape[1]} "
+                "tokens; expected [s] or [b, s]"
+            )
+        return self.rotary(position_ids, lengths)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        draw = self._draw_key if self.training else None
+        return attend(q, k, v, self.options, self.shard, mask=mask, sinks=self.sinks, draw_key=draw)
+
+    def _draw_key(self) -> Tensor:
+        device = self.o_proj.weight.device
+        if self.streams is None:
+            return draw_key(device, self.o_proj.group)
+        with self.streams.fork("same"):
+            return draw_key(device)
+
+    def _packed(self, q: Tensor, k: Tensor, v: Tensor, bounds: list[int]) -> Tensor:
+        """Each text alone: the work is the sum of their squares, not the square of their sum."""
+        sizes = [stop - start for start, stop in pairwise(bounds)]
+        parts = zip(*(t.split(sizes, dim=2) for t in (q, k, v)), strict=True)
+        return torch.cat([self._attend(q, k, v, None) for q, k, v in parts], dim=2)
+
+    def _output(self, y: Tensor) -> Tensor:
+        """[b, n, s, D] -> projected, in the layout of x."""
+        y = y.transpose(1, 2) if self.batch_first else y.permute(2, 0, 1, 3)
+        output: Tensor = self.o_proj(y.flatten(2))
+        return output
+
+    def _check(
+        self,
+        x: Tensor,
+        position_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        cache: KVCache | None,
+        context: Tensor | None,
+        cu_seqlens: Tensor | None,
+        rotary: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        """Refuse what cannot work together, before anything is sent."""
+
+        def refuse(what: str) -> None:
+            raise UnsupportedError(f"ParallelAttention: {what}")
+
+        for name, given in (("x", x), ("context", context)):
+            if given is not None and given.dim() != 3:
+                raise ShapeError(
+                    f"ParallelAttention: {name} is {tuple(given.shape)}, expected three dimensions"
+                )
+        if cache is not None and self.sequence_parallel:
+            refuse(
+                "a KV cache under sequence_parallel=True; generate with a module built with "
+                "sequence_parallel=False"
+            )
+        if cu_seqlens is not None:
+            if cache is not None or attention_mask is not None or self.context_size is not None:
+                refuse("cu_seqlens with a cache, an attention_mask or context_size")
+            if x.shape[0 if self.batch_first else 1] != 1:
+                raise ShapeError(
+                    f"ParallelAttention: cu_seqlens with x {tuple(x.shape)}: texts are packed into one "
+                    "sequence"
+                )
+        if self.rotary is None and (position_ids is not None or rotary is not None):
+            refuse("position_ids or rotary= without rotary embedding would have no effect")
+        if position_ids is not None and rotary is not None:
+            refuse("position_ids with rotary=: the tables have been made from positions")
+        if (
+            self.context_size is not None
+            and cache is not None
+            and cache.length
+            and context is not None
+        ):
+            refuse("context with a cache that holds it already; leave it out, or reset() the cache")
+        window = cache.window if cache is not None else None
+        mine = self.options.sliding_window if self.options.causal else None
+        if window is not None and (mine is None or mine > window):
+            refuse(f"a cache of window={window} for sliding_window={mine} forgets too early")
 
 
-def rotary_table(position_ids: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin [1 or b, 1, s, D], in fp32, of the angles position * theta^(-2i/D)."""
-    half = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32)
-    angle = position_ids.to(torch.float32).unsqueeze(-1) * theta ** (-half / head_dim)
-    angle = torch.cat((angle, angle), dim=-1).unsqueeze(-3)
-    if angle.dim() == 3:
-        angle = angle.unsqueeze(0)
-    return angle.cos(), angle.sin()
-
-
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + D/2) of x [b, n, s, D]."""
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return x * cos.to(x.dtype) + turned * sin.to(x.dtype)
+def _bounds(cu_seqlens: Tensor, total: int) -> list[int]:
+    bounds: list[int] = cu_seqlens.tolist()
+    if (
+        cu_seqlens.dim() != 1
+        or len(bounds) < 2
+        or bounds[0] != 0
+        or bounds[-1] != total
+        or any(b < a for a, b in pairwise(bounds))
+    ):
+        raise ShapeError(
+            f"cu_seqlens {bounds} for {total} tokens; expected 0, ascending ends, {total}"
+        )
+    return bounds

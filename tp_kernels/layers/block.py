@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,9 @@ from tp_kernels.comm.group import GroupLike, as_group
 
 from .attention import ParallelAttention
 from .dropout import ParallelDropout
+from .gradients import backward_dw
 from .mlp import NORMS, ParallelMLP, make_norm
-
-if TYPE_CHECKING:
-    from .random import RandomStreams
+from .random import RandomStreams
 
 # A sublayer, more arguments for it, and the norms in front of it and behind it.
 Step = tuple[nn.Module, Mapping[str, Any], Any, Any]
@@ -87,12 +86,7 @@ class ParallelTransformerBlock(nn.Module):
         group = as_group(group)
         layout: dict[str, Any] = {"group": group, "sequence_parallel": sequence_parallel}
         placed: dict[str, Any] = {"device": device, "dtype": dtype}
-        options = {
-            **layout,
-            **placed,
-        }
-        if batch_first is not None:
-            options["batch_first"] = batch_first
+        options = {**layout, **placed, "batch_first": batch_first}
         if delay_wgrad:
             options["delay_wgrad"] = delay_wgrad
         if streams is not None:
@@ -101,7 +95,7 @@ class ParallelTransformerBlock(nn.Module):
         before, after = norm_position != "post", norm_position != "pre"
         self.norm_position, self.parallel = norm_position, parallel
 
-        def make(wanted: bool) -> nn.Module | None:
+        def make(wanted: bool) -> Any:  # a norm, or None
             kind = norm if wanted else None
             return make_norm(kind, hidden_size, epsilon, zero_centered, **layout, **placed)
 
@@ -109,7 +103,8 @@ class ParallelTransformerBlock(nn.Module):
         self.self_attn = ParallelAttention(*heads, **{**options, **(attention or {})})
         # Llama's name for the norm in front of the MLP is Gemma's for the one behind attention.
         self.post_attention_layernorm = make(not parallel)
-        self.pre_cross_attn_layernorm = self.cross_attn = self.post_cross_attn_layernorm = None
+        self.pre_cross_attn_layernorm = self.post_cross_attn_layernorm = None
+        self.cross_attn: ParallelAttention | None = None
         if cross_attention is not None:
             whole = {"context_size": hidden_size, "causal": False, "rotary": None}
             self.pre_cross_attn_layernorm = make(before)
@@ -185,11 +180,8 @@ class ParallelTransformerBlock(nn.Module):
         return norm(y, residual=x)
 
     def backward_dw(self) -> None:
-        """Gradients of the weights that backward left out under delay_wgrad=True, of one backward."""
-        self.mlp.backward_dw()
-        if self.cross_attn is not None:
-            self.cross_attn.backward_dw()
-        self.self_attn.backward_dw()
+        """Compute what `delay_wgrad=True` has left of the oldest backward pass; see gradients.backward_dw."""
+        backward_dw(self)
 
     def extra_repr(self) -> str:
         return "parallel" if self.parallel else f"norm_position={self.norm_position}"

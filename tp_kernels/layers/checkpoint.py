@@ -168,7 +168,8 @@ def _group_values(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     placed = placement_by_id(model)
-    state: dict[str, Any] = {_GROUPS: _group_values(model, optimizer)}
+    # A tuple is one object to torch.distributed.checkpoint, a list one per element.
+    state: dict[str, Any] = {_GROUPS: tuple(_group_values(model, optimizer))}
     for name, parameter, _ in _named(model, optimizer):
         placement = placed.get(id(parameter))
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -203,7 +204,7 @@ def _stored_groups(
         raise UnsupportedError(f"{title}: it was saved without an optimizer")
     state: dict[str, Any] = {_GROUPS: None}
     read(state)
-    groups: list[dict[str, Any]] = state[_GROUPS]
+    groups = list(state[_GROUPS])
     saved = [group["params"] for group in groups]
     own = [group["params"] for group in _group_values(model, optimizer)]
     if saved != own:

@@ -1,4 +1,4 @@
-"""Linear layers divided over ranks: by output features, by input features, and query/key/value together.
+"""Linear layers divided over ranks by output features or by input features.
 
 `sequence_parallel=True` exchanges the pair of ops and nothing else: inputs of column-parallel layers and
 outputs of row-parallel layers are then divided by rows (the first dimension) instead of whole.
@@ -17,6 +17,7 @@ from tp_kernels.comm.errors import ShapeError, UnsupportedError
 from tp_kernels.comm.group import GroupLike, ParallelGroup, as_group
 from tp_kernels.comm.layout import split_range
 from tp_kernels.ops import (
+    WeightGradientQueue,
     all_gather_linear,
     copy_linear,
     gather_features,
@@ -25,7 +26,7 @@ from tp_kernels.ops import (
     scatter_features,
 )
 
-from .heads import HeadShard, partition_heads
+from .gradients import backward_dw
 from .placement import ParamPlacement, Ranges, place
 
 
@@ -52,6 +53,7 @@ class _ShardedLinear(nn.Module):
         batch_first: bool | None,
         skip_bias_add: bool,
         out_dtype: torch.dtype | None,
+        delay_wgrad: bool,
         ranges: Ranges | None,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
@@ -67,6 +69,7 @@ class _ShardedLinear(nn.Module):
         self.sequence_parallel = sequence_parallel
         self.batch_first = not sequence_parallel if batch_first is None else batch_first
         self.skip_bias_add, self.out_dtype = skip_bias_add, out_dtype
+        self.delayed = WeightGradientQueue() if delay_wgrad else None
         split = (out_features, in_features)[dim]
         self.ranges = tuple(ranges) if ranges else even_ranges(split, self.group.size)
         shape = (out_features, in_features)
@@ -132,6 +135,10 @@ class _ShardedLinear(nn.Module):
             y = y.to(self.out_dtype)
         return (y, self.bias) if self.skip_bias_add else y
 
+    def backward_dw(self) -> None:
+        """Compute what `delay_wgrad=True` has left of the oldest backward pass; see gradients.backward_dw."""
+        backward_dw(self)
+
     def _sizes(self, option: str) -> list[int]:
         """Features of every rank, where all of them follow each other in the unsplit tensor."""
         placement = self.placements["weight"]
@@ -165,6 +172,8 @@ class ColumnParallelLinear(_ShardedLinear):
             sequence parallelism that is the whole output: all rows, all features.
         skip_bias_add: return (y, bias) and leave it to the caller to add the bias [N_r] (None without one).
         out_dtype: of y, which is rounded in the dtype of x first.
+        delay_wgrad: a backward computes the gradient of the input only; `backward_dw()` computes those of
+            weight and bias later.
         gathered: under sequence parallelism, "keep" the gathered input for the weight gradient or "redo"
             the gather, see all_gather_linear.
         ranges: of every rank, [start, stop) of the output features (or a tuple of such pieces), instead of
@@ -191,6 +200,7 @@ class ColumnParallelLinear(_ShardedLinear):
         gather_output: bool = False,
         skip_bias_add: bool = False,
         out_dtype: torch.dtype | None = None,
+        delay_wgrad: bool = False,
         gathered: str = "keep",
         ranges: Ranges | None = None,
         device: torch.device | str | None = None,
@@ -216,6 +226,7 @@ class ColumnParallelLinear(_ShardedLinear):
             batch_first=batch_first,
             skip_bias_add=skip_bias_add,
             out_dtype=out_dtype,
+            delay_wgrad=delay_wgrad,
             ranges=ranges,
             device=device,
             dtype=dtype,
@@ -261,6 +272,7 @@ class RowParallelLinear(_ShardedLinear):
         input_is_parallel: bool = True,
         skip_bias_add: bool = False,
         out_dtype: torch.dtype | None = None,
+        delay_wgrad: bool = False,
         ranges: Ranges | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -275,6 +287,7 @@ class RowParallelLinear(_ShardedLinear):
             batch_first=batch_first,
             skip_bias_add=skip_bias_add,
             out_dtype=out_dtype,
+            delay_wgrad=delay_wgrad,
             ranges=ranges,
             device=device,
             dtype=dtype,
@@ -289,64 +302,13 @@ class RowParallelLinear(_ShardedLinear):
         weight = self.used_weight(weight)
         if not self.sequence_parallel:
             refuse_rows(self, rows)
-            y = linear_all_reduce(x, weight, self.added_bias, group=self.group)
+            y = linear_all_reduce(x, weight, self.added_bias, group=self.group, delay=self.delayed)
             return self.finish(y)
         x = rows_first(self, x)
         if rows is not None and rows != x.shape[0]:
             raise ShapeError(f"RowParallelLinear: x has {x.shape[0]} rows, but rows={rows}")
-        y = linear_reduce_scatter(x, weight, self.added_bias, group=self.group)
+        y = linear_reduce_scatter(x, weight, self.added_bias, group=self.group, delay=self.delayed)
         return self.finish(rows_first(self, y))
-
-
-class QKVParallelLinear(nn.Module):
-    """Query, key and value projections divided by heads, in one op with one collective.
-
-    Any number of query heads on any number of ranks up to it; KV heads that serve query heads of several
-    ranks are held by each of them. Parameters are `q_proj`, `k_proj`, `v_proj`, as in stock checkpoints.
-
-    forward(x [..., H], rows=None) -> q [..., n_q * D], k [..., n_kv * D], v [..., n_kv * D]
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        bias: bool = False,
-        *,
-        group: GroupLike = None,
-        sequence_parallel: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        group = as_group(group)
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        shards = partition_heads(num_heads, num_kv_heads, group.size)
-        head_dim = _head_dim(hidden_size, num_heads, head_dim)
-        self.shard: HeadShard = shards[group.rank]
-        self.head_dim = head_dim
-        q_ranges, kv_ranges = feature_ranges(shards, head_dim)
-
-        def column(heads: int, ranges: Ranges) -> ColumnParallelLinear:
-            return ColumnParallelLinear(
-                hidden_size,
-                heads * head_dim,
-                bias,
-                group=group,
-                sequence_parallel=sequence_parallel,
-                ranges=ranges,
-                device=device,
-                dtype=dtype,
-            )
-
-        self.q_proj = column(num_heads, q_ranges)
-        self.k_proj = column(num_kv_heads, kv_ranges)
-        self.v_proj = column(num_kv_heads, kv_ranges)
-
-    def forward(self, x: Tensor, rows: int | None = None) -> tuple[Tensor, ...]:
-        return column_parallel(x, [self.q_proj, self.k_proj, self.v_proj], rows)
 
 
 def column_parallel(
@@ -357,7 +319,8 @@ def column_parallel(
 ) -> tuple[Any, ...]:
     """What each of several layers makes of one input: one gather forward, one reduction backward.
 
-    The layers agree in group, sequence_parallel, batch_first and gathered. weights: passed at call.
+    The layers agree in group, sequence_parallel, batch_first, gathered and delay_wgrad. weights: given
+    at call.
     Where one has hooks, or another module stands in its place (an adapter), each is called by itself.
     """
     given = weights or [None] * len(layers)
@@ -389,16 +352,23 @@ def _in_one(
     first = layers[0]
     used = [layer.used_weight(weight) for layer, weight in zip(layers, given, strict=True)]
     biases = [layer.added_bias for layer in layers]
+    delay = [layer.delayed for layer in layers if layer.delayed is not None] or None
     ys: Tensor | tuple[Tensor, ...]
     if first.sequence_parallel:
         x = rows_first(first, x)
         ys = all_gather_linear(
-            x, used, biases, group=first.group, rows=rows, gathered=first.gathered
+            x,
+            used,
+            biases,
+            group=first.group,
+            rows=rows,
+            gathered=first.gathered,
+            delay=delay,
         )
         ys = tuple(rows_first(first, y) for y in ys)
     else:
         refuse_rows(first, rows)
-        ys = copy_linear(x, used, biases, group=first.group)
+        ys = copy_linear(x, used, biases, group=first.group, delay=delay)
     return tuple(layer.finish(y) for layer, y in zip(layers, ys, strict=True))
 
 
@@ -418,22 +388,3 @@ def refuse_rows(layer: _ShardedLinear, rows: int | None) -> None:
         raise UnsupportedError(
             f"{type(layer).__name__}: rows= has a meaning only under sequence_parallel=True"
         )
-
-
-def feature_ranges(shards: Sequence[HeadShard], head_dim: int) -> tuple[Ranges, Ranges]:
-    """Feature ranges of the query (and output) and of the KV projections of every rank."""
-    q = [(shard.q[0] * head_dim, shard.q[1] * head_dim) for shard in shards]
-    kv = [(shard.kv[0] * head_dim, shard.kv[1] * head_dim) for shard in shards]
-    return q, kv
-
-
-def _head_dim(hidden_size: int, num_heads: int, head_dim: int | None) -> int:
-    if head_dim is not None:
-        if head_dim < 1:
-            raise ShapeError(f"head_dim={head_dim} must be positive")
-        return head_dim
-    if hidden_size % num_heads:
-        raise ShapeError(
-            f"hidden size {hidden_size} is not a multiple of {num_heads} heads; pass head_dim="
-        )
-    return hidden_size // num_heads

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +14,11 @@ from tp_kernels.ops import gated as gated_product
 from tp_kernels.ops._op import ACTIVATIONS, activate
 
 from .dropout import ParallelDropout
+from .gradients import backward_dw
 from .linear import ColumnParallelLinear, RowParallelLinear, column_parallel, even_ranges
 from .norm import LayerNorm, RMSNorm
-
-if TYPE_CHECKING:
-    from .random import RandomStreams
+from .placement import Ranges
+from .random import RandomStreams
 
 # Names of gated activations and the function of the gate (Shazeer, 2020).
 GATED = {"swiglu": "silu", "geglu": "gelu"}
@@ -78,19 +79,11 @@ class ParallelMLP(nn.Module):
         self.activation, self.packed = _checked(activation, gated, packed), packed
         layout: dict[str, Any] = {"group": group, "sequence_parallel": sequence_parallel}
         placed: dict[str, Any] = {"device": device, "dtype": dtype}
-        options = {**layout, **placed, "batch_first": batch_first}
-        if delay_wgrad:
-            options["delay_wgrad"] = delay_wgrad
+        options = {**layout, **placed, "batch_first": batch_first, "delay_wgrad": delay_wgrad}
         self.norm = make_norm(norm, hidden_size, epsilon, zero_centered, **layout, **placed)
         self.gate_proj = self.up_proj = self.gate_up_proj = None
         if packed is not None:
-            parts = even_ranges(intermediate_size, group.size)
-            if packed == "blocks":
-                ranges = [
-                    ((a, b), (intermediate_size + a, intermediate_size + b)) for a, b in parts
-                ]
-            else:
-                ranges = [(2 * a, 2 * b) for a, b in parts]
+            ranges = packed_ranges(even_ranges(intermediate_size, group.size), packed)
             self.gate_up_proj = ColumnParallelLinear(
                 hidden_size, 2 * intermediate_size, bias, ranges=ranges, **options
             )
@@ -118,16 +111,15 @@ class ParallelMLP(nn.Module):
         return self._output(x, rows), total
 
     def backward_dw(self) -> None:
-        """Gradients of the weights that backward left out under delay_wgrad=True, of one backward."""
-        for layer in (self.down_proj, *self._opening()):
-            layer.backward_dw()
+        """Compute what `delay_wgrad=True` has left of the oldest backward pass; see gradients.backward_dw."""
+        backward_dw(self)
 
     def _opening(self) -> list[ColumnParallelLinear]:
         layers = (self.gate_up_proj, self.gate_proj, self.up_proj)
         return [layer for layer in layers if layer is not None]
 
     def _output(self, x: Tensor, rows: int | None) -> Tensor:
-        opened = column_parallel(x, self._opening(), rows)
+        opened: Sequence[Tensor] = column_parallel(x, self._opening(), rows)
         if self.packed == "blocks":
             opened = opened[0].chunk(2, dim=-1)
         elif self.packed == "interleaved":
@@ -135,16 +127,25 @@ class ParallelMLP(nn.Module):
         if len(opened) == 1:
             inner = activate(opened[0], self.activation)
         else:
-            inner = gated_product(*opened, self.activation)
+            gate, up = opened
+            inner = gated_product(gate, up, self.activation)
         return self.dropout(self.down_proj(inner), rows=rows)
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}" + (f", packed={self.packed}" if self.packed else "")
 
 
+def packed_ranges(parts: Sequence[tuple[int, int]], packed: str) -> Ranges:
+    """What each rank holds of a packed gate and up projection, of features [start, stop) of both."""
+    if packed == "interleaved":
+        return [(2 * start, 2 * stop) for start, stop in parts]
+    total = parts[-1][1]
+    return [((start, stop), (total + start, total + stop)) for start, stop in parts]
+
+
 def make_norm(
     kind: str | None, hidden_size: int, epsilon: float | None, zero_centered: bool, **options: Any
-) -> nn.Module | None:
+) -> Any:
     """The norm of this name; None for None."""
     if kind is None:
         return None

@@ -97,7 +97,7 @@ def load_full_state_dict(
             continue
         if isinstance(value, Tensor):
             done.add(id(value))
-            _take(value, state[found], placed.get(id(value)))
+            take(value, state[found], placed.get(id(value)))
         else:
             set_extra_state(module, name, state[found])
     return LoadedKeys(missing, unexpected)
@@ -158,7 +158,8 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 @torch.no_grad()
-def _take(value: Tensor, full: Tensor, placement: ParamPlacement | None) -> None:
+def take(value: Tensor, full: Tensor, placement: ParamPlacement | None) -> None:
+    """Copy this rank's part of an unsplit tensor into `value`, a parameter or buffer."""
     part = full if placement is None else placement.slice(full)
     if is_dtensor(value):
         from torch.distributed.tensor import distribute_tensor

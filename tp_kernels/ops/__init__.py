@@ -1,5 +1,6 @@
 """Functional ops: sharded products with their collectives, collectives with gradients, element-wise work."""
 
+from ._weight_gradient import WeightGradientQueue
 from .all_gather_linear import all_gather_linear
 from .all_reduce_rms_norm import all_reduce_rms_norm, linear_all_reduce_rms_norm
 from .copy_linear import copy_linear
@@ -22,6 +23,7 @@ from .regions import (
 from .rotary import apply_rotary
 
 __all__ = [
+    "WeightGradientQueue",
     "all_gather_linear",
     "all_reduce_rms_norm",
     "apply_rotary",

@@ -19,6 +19,8 @@ Between = Callable[[], None] | None
 # Row blocks below this lose GEMM efficiency; more than a handful of blocks hides nothing more.
 MIN_BLOCK_ROWS = 256
 TARGET_BLOCKS = 4
+# Rows of 16-bit numbers that are widened to fp32 at a time: enough for a good product, little memory.
+WIDENED_ROWS = 1024
 
 
 def few_rows(x: Tensor, w: Tensor) -> bool:
@@ -124,9 +126,33 @@ def part_blocks(counts: Sequence[int], size: int) -> Iterator[list[tuple[int, in
         ]
 
 
-def weight_gradients(dys: Sequence[Tensor], x: Tensor, needed: Sequence[bool]) -> list[Tensor]:
-    """dW_i = dy_i^T x where needed, else an empty tensor (torch ops return no None in a list)."""
-    return [
-        torch.mm(dy.t(), x) if need else x.new_empty(0)
-        for dy, need in zip(dys, needed, strict=True)
-    ]
+def weight_gradients(
+    dys: Sequence[Tensor],
+    x: Tensor,
+    needed: Sequence[bool],
+    main_grads: Sequence[Tensor | None] | None = None,
+) -> list[Tensor]:
+    """dW_i = dy_i^T x where needed, else an empty tensor (torch ops return no None in a list).
+
+    Where there is a main_grad, it gets dW_i added, and the result is empty, too.
+    """
+    dws = []
+    for dy, need, main in zip(dys, needed, main_grads or [None] * len(dys), strict=True):
+        if need and main is not None:
+            add_weight_gradient(main, dy, x)
+        dws.append(torch.mm(dy.t(), x) if need and main is None else x.new_empty(0))
+    return dws
+
+
+def add_weight_gradient(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
+    """main_grad [N, K] += dy [R, N]^T x [R, K], summed in fp32, rounded once if at all."""
+    total = main_grad if main_grad.dtype in (torch.float32, torch.float64) else main_grad.float()
+    if total.dtype == x.dtype:
+        total.addmm_(dy.t(), x)
+    elif x.is_cuda:
+        total += torch.mm(dy.t(), x, out_dtype=torch.float32)
+    else:  # torch has no such product for the CPU
+        for start, stop in blocks(x.shape[0], WIDENED_ROWS):
+            total.addmm_(dy[start:stop].to(total.dtype).t(), x[start:stop].to(total.dtype))
+    if total is not main_grad:
+        main_grad.copy_(total)

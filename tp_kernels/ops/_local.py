@@ -15,7 +15,7 @@ from torch import Tensor
 from tp_kernels import dispatch
 from tp_kernels.comm.errors import ShapeError, UnsupportedError
 from tp_kernels.comm.host_slot import REDUCIBLE
-from tp_kernels.comm.symmetric_memory import HOST_IMPORT_ERROR
+from tp_kernels.comm.symmetric_memory import HOST_IMPORT_ERROR, _host
 from tp_kernels.comm.triton_support import TritonSupport
 
 from ._op import FLOATING, device_type
@@ -56,10 +56,14 @@ def choose_local(operation: str, x: Tensor, implementation: str) -> str:
     return _name(operation, x.dtype, device_type(x), implementation)
 
 
-@torch.compiler.assume_constant_result
 def _name(operation: str, dtype: torch.dtype, device: str, implementation: str) -> str:
     choice = explain_local(operation, dtype=dtype, device=device, implementation=implementation)
     return choice.implementation
+
+
+# What torch.compiler.assume_constant_result does, which imports the compiler and with it Triton: that must
+# not happen before ranks have their environment (TRITON_INTERPRET).
+_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache
@@ -97,7 +101,11 @@ def _obstacle(name: str, dtype: torch.dtype, device: str) -> str | None:
     if name == "host":
         if device != "cpu":
             return f"it is for CPU tensors, not {device}"
-        return HOST_IMPORT_ERROR
+        if not hasattr(_host, "dropout"):
+            return (
+                HOST_IMPORT_ERROR or "tp_kernels._host is older than this package: build it again"
+            )
+        return None
     return TritonSupport.current().obstacle(device)
 
 

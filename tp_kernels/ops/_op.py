@@ -7,7 +7,7 @@ schema, fake kernel and autograd formula, so that torch.compile and checkpointin
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from torch.autograd import forward_ad
 from tp_kernels.comm.errors import ShapeError, UnsupportedError
 from tp_kernels.comm.group import ParallelGroup
 from tp_kernels.dispatch import IMPLEMENTATIONS, choose
+
+if TYPE_CHECKING:
+    from ._weight_gradient import Diverted
 
 library = torch.library.Library("tp_kernels", "DEF")
 
@@ -47,15 +50,22 @@ class Op:
     ) -> None:
         self._overload, self._kernel, self._function = overload, kernel, function
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, diverted: Diverted | None = None) -> Any:
+        """diverted: weight gradients that go elsewhere than to autograd, see _weight_gradient.py."""
         if traced():
+            if diverted:
+                raise UnsupportedError(
+                    f"{self._overload}: main_grad and delayed weight gradients need a plain backward(), not "
+                    "function transforms, dispatch modes (selective checkpointing, fake tensors) or tracers"
+                )
             if not torch.compiler.is_compiling():
                 self._check_traceable(args)
             return self._overload(*args)
         if self._function is not None and torch.is_grad_enabled():
             lengths, flat = _flatten(args)
-            if any(isinstance(t, Tensor) and t.requires_grad for t in flat):
-                result = self._function.apply(lengths, *flat)
+            if diverted or any(isinstance(t, Tensor) and t.requires_grad for t in flat):
+                anchor = diverted.anchor if diverted else None
+                result = self._function.apply(lengths, diverted, anchor, *flat)
                 return result if isinstance(result, Tensor) else list(result)
         return self._kernel(*args)
 
@@ -123,17 +133,19 @@ def _function(
 ) -> type[torch.autograd.Function]:
     """The same op for autograd alone, which sees tensors among its arguments but not in lists."""
 
-    def forward(ctx: Any, lengths: Lengths, *flat: Any) -> Any:
+    def forward(
+        ctx: Any, lengths: Lengths, diverted: Diverted | None, anchor: Tensor | None, *flat: Any
+    ) -> Any:
         args = _nest(lengths, flat)
         output = kernel(*args)
-        ctx.lengths, ctx.single = lengths, isinstance(output, Tensor)
+        ctx.lengths, ctx.diverted, ctx.single = lengths, diverted, isinstance(output, Tensor)
         ctx.set_materialize_grads(ctx.single)  # those with several outputs know better than zeros
         setup_context(ctx, args, output)
         return output if ctx.single else tuple(output)
 
     def flat_backward(ctx: Any, *gradients: Any) -> Any:
         results = backward(ctx, gradients[0] if ctx.single else list(gradients))
-        return (None, *_flatten(results)[1])
+        return (None, None, None, *_flatten(results)[1])
 
     body = {"forward": staticmethod(forward), "backward": staticmethod(flat_backward)}
     return type(name, (torch.autograd.Function,), body)
@@ -167,8 +179,13 @@ def _nest(lengths: Lengths, flat: Sequence[Any]) -> tuple[Any, ...]:
 def needed(ctx: Any) -> tuple[Any, ...]:
     """ctx.needs_input_grad by argument, with a list where the argument is one."""
     if hasattr(ctx, "lengths"):
-        return _nest(ctx.lengths, ctx.needs_input_grad[1:])
+        return _nest(ctx.lengths, ctx.needs_input_grad[3:])
     return tuple(ctx.needs_input_grad)
+
+
+def diverted(ctx: Any) -> Diverted | None:
+    """What was passed as `diverted` to the call."""
+    return getattr(ctx, "diverted", None)
 
 
 def run(

@@ -147,17 +147,21 @@ def triton_weight_gradients(
     x: Tensor,
     counts: Sequence[int],
     needed: Sequence[bool],
+    main_grads: Sequence[Tensor | None] | None = None,
 ) -> list[Tensor]:
-    """dW_i = dy_i^T all_gather(x), an empty tensor where not needed.
+    """See weight_gradients, with x of all ranks.
 
     For the first one kernel gathers the rows and uses them as they arrive; the others are plain products.
     """
     agree(group, "all_gather_weight_gradient", x, x.shape[1], counts)
     first = list(needed).index(True)
-    dw, gathered = launch(group, x, "all_gather_weight_gradient", x, dys[first], counts=counts)
+    main = main_grads[first] if main_grads else None
+    options = {"counts": counts, "accumulate_into": main}
+    dw, gathered = launch(group, x, "all_gather_weight_gradient", x, dys[first], **options)
     others = [need and index != first for index, need in enumerate(needed)]
-    dws = weight_gradients(dys, gathered, others)
-    dws[first] = dw
+    dws = weight_gradients(dys, gathered, others, main_grads)
+    if main is None:
+        dws[first] = dw
     return dws
 
 

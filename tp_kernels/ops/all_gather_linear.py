@@ -27,6 +27,7 @@ from ._op import (
     check_call,
     device_type,
     direct,
+    diverted,
     finish,
     needed,
     prepare,
@@ -35,6 +36,7 @@ from ._op import (
     run,
     transposed,
 )
+from ._weight_gradient import Diverted, WeightGradientQueue, elsewhere, uncompiled
 
 
 def all_gather_linear(
@@ -47,6 +49,7 @@ def all_gather_linear(
     activation: str | None = None,
     gathered: str = "keep",
     implementation: str = "auto",
+    delay: Sequence[WeightGradientQueue] | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Product whose output features are spread over the ranks, of rows that are spread too.
 
@@ -60,6 +63,10 @@ def all_gather_linear(
         gathered: "keep" holds all_gather(x) for the weight gradient; "redo" gathers again in the
             backward, which saves (W-1)/W of that memory.
         implementation: "auto", or one of "reference", "chunked", "host", "triton", "cuda".
+        delay: a queue per weight; the backward leaves the gradients of weights and biases there. With
+            "redo" the gather is left for later, too: all ranks have to ask for the gradients.
+
+    A weight with a `main_grad` gets its gradient added there, and none from autograd.
 
     Returns:
         [R, ..., N_r], or a tuple of them for several weights.
@@ -76,17 +83,26 @@ def all_gather_linear(
         if short is not None:
             return activated(short, activation)
     group = check_call("all_gather_linear", group, implementation)
+    single, own = isinstance(weight, Tensor), None
+    if elsewhere(weight, delay):
+        if is_compiling():
+            options: dict[str, Any] = {"rows": rows, "activation": activation}
+            options |= {"gathered": gathered, "implementation": implementation, "delay": delay}
+            return uncompiled(all_gather_linear, x, weight, bias, group=group, **options)
+        own = Diverted("all_gather_linear", weight, bias, delay)
+        weight, bias = own.operands, own.bias_operands
     x, weights, biases = prepare("all_gather_linear", group, x, weight, bias, activation)
     flat = rows_of(x)
     sizes = row_counts("all_gather_linear", flat if x.dim() == 1 else x, group, rows)
     inner = x.shape[1:-1].numel()
     counts = [size * inner for size in sizes]
-    keep = gathered == "keep" and group.size > 1 and not direct(flat, *weights, *biases)
-    ys = _op(flat, weights, biases, counts, keep, group.name, implementation)
+    recorded = bool(own) or not direct(flat, *weights, *biases)
+    keep = gathered == "keep" and group.size > 1 and recorded
+    ys = _op(flat, weights, biases, counts, keep, group.name, implementation, diverted=own)
     ys = ys[:-1] if keep else ys
     leading = (sum(sizes), *x.shape[1:-1])
     outs = tuple(finish(y, leading, activation) for y in ys)
-    return outs[0] if isinstance(weight, Tensor) else outs
+    return outs[0] if single else outs
 
 
 def dense(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
@@ -153,9 +169,20 @@ def _backward(ctx: Any, dys: list[Tensor]) -> tuple[Any, ...]:
         x.new_zeros(rows, w.shape[0]) if dy is None else dy.resolve_neg()
         for dy, w in zip(dys, weights, strict=False)
     ]
-    dx, *dws = _backward_op(
-        dys, x, weights, ctx.counts, ctx.keep, need_x, list(need_w), ctx.group_name, ctx.impl
-    )
+    own, name, impl = diverted(ctx), ctx.group_name, ctx.impl
+    given = (dys, x, weights, ctx.counts, ctx.keep, need_x)
+    if not own:
+        dx, *dws = _backward_op(*given, list(need_w), name, impl)
+    else:
+        dx, *dws = _backward_kernel(*given, own.now(need_w), name, impl, own.main_grads())
+        group, counts, kept = ParallelGroup.by_name(name), ctx.counts, ctx.keep
+
+        def later(asked: Sequence[bool], main_grads: Sequence[Tensor | None]) -> list[Tensor]:
+            whole, done = _whole_input(group, dys, x, counts, kept, asked, main_grads, impl)
+            return done or weight_gradients(dys, whole, asked, main_grads)
+
+        own.later(later, dys)
+        dws = own.answers(dws, need_w)
     dbs = [bias_gradient(dy) if need else None for dy, need in zip(dys, need_b, strict=False)]
     return (
         dx if need_x else None,
@@ -178,27 +205,15 @@ def _backward_kernel(
     need_w: list[bool],
     group_name: str,
     impl: str,
+    main_grads: Sequence[Tensor | None] | None = None,
 ) -> list[Tensor]:
     """[dx, dW_0, ...]; x is the gathered input if `kept`, else this rank's rows."""
     group = ParallelGroup.by_name(group_name)
-    dws: list[Tensor] = []
-    if not kept and group.size > 1 and any(need_w):
-        operation, rows = "all_gather_linear.backward", sum(counts)
-        choice = choose(operation, group, rows, x.shape[1], x.dtype, device_type(x), impl)
-        if choice.implementation == "triton":  # hides the gather as well
-            function = all_gather_gemm.triton_weight_gradients
-            dws = group.run(operation, "triton", function, group, dys, x, counts, need_w)
-        elif choice.implementation == "cuda" and _peers.applies(
-            "all_gather_linear", group, x, counts, x.shape[1], 1
-        ):
-            function = _peers.weight_gradients_of_gathered
-            dws = group.run(operation, "cuda", function, group, dys, x, counts, need_w)
-        else:
-            x = all_gather(x, group, counts=counts)
+    x, dws = _whole_input(group, dys, x, counts, kept, need_w, main_grads, impl)
 
     def between() -> None:
         if not dws:
-            dws.extend(weight_gradients(dys, x, need_w))
+            dws.extend(weight_gradients(dys, x, need_w, main_grads))
 
     if not need_x or group.size == 1:
         between()
@@ -219,6 +234,36 @@ def _backward_kernel(
         between,
     )
     return [dx, *dws]
+
+
+def _whole_input(
+    group: ParallelGroup,
+    dys: Sequence[Tensor],
+    x: Tensor,
+    counts: Sequence[int],
+    kept: bool,
+    need_w: Sequence[bool],
+    main_grads: Sequence[Tensor | None] | None,
+    impl: str,
+) -> tuple[Tensor, list[Tensor]]:
+    """x of all ranks if a weight gradient needs it; and all of these, if the gather was hidden under them."""
+    if kept or group.size == 1 or not any(need_w):
+        return x, []
+    operation = "all_gather_linear.backward"
+    choice = choose(operation, group, sum(counts), x.shape[1], x.dtype, device_type(x), impl)
+    if choice.implementation == "triton":
+        function = all_gather_gemm.triton_weight_gradients
+        given = (group, dys, x, counts, need_w, main_grads)
+        return x, group.run(operation, "triton", function, *given)
+    # It has no product of 16-bit numbers that it adds to wider ones.
+    if (
+        choice.implementation == "cuda"
+        and not any(main is not None for main in main_grads or ())
+        and _peers.applies("all_gather_linear", group, x, counts, x.shape[1], 1)
+    ):
+        hidden = _peers.weight_gradients_of_gathered
+        return x, group.run(operation, "cuda", hidden, group, dys, x, counts, need_w)
+    return all_gather(x, group, counts=counts), []
 
 
 def _backward_fake(

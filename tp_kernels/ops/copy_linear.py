@@ -21,6 +21,7 @@ from ._op import (
     activated,
     bias_gradient,
     check_call,
+    diverted,
     needed,
     prepare,
     register,
@@ -28,6 +29,7 @@ from ._op import (
     run,
     transposed,
 )
+from ._weight_gradient import Diverted, WeightGradientQueue, elsewhere, uncompiled
 
 
 def copy_linear(
@@ -38,6 +40,7 @@ def copy_linear(
     group: ParallelGroup,
     activation: str | None = None,
     implementation: str = "auto",
+    delay: Sequence[WeightGradientQueue] | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Product whose output features are spread over the ranks, of an input that all ranks hold.
 
@@ -49,6 +52,9 @@ def copy_linear(
         activation: applied to every output.
         implementation: "auto", or one of "reference", "chunked", "host", "triton", "cuda"; it matters in
             the backward.
+        delay: a queue per weight; the backward leaves the gradients of weights and biases there.
+
+    A weight with a `main_grad` gets its gradient added there, and none from autograd.
 
     Returns:
         [..., N_r], or a tuple of them for several weights. The gradient of x has equal bits on all ranks.
@@ -63,9 +69,21 @@ def copy_linear(
         if short is not None:
             return activated(short, activation)
     group = check_call("copy_linear", group, implementation)
+    single, own = isinstance(weight, Tensor), None
+    if elsewhere(weight, delay):
+        if is_compiling():
+            options: dict[str, Any] = {
+                "activation": activation,
+                "implementation": implementation,
+                "delay": delay,
+            }
+            options |= {"group": group, "delay": delay}
+            return uncompiled(copy_linear, x, weight, bias, **options)
+        own = Diverted("copy_linear", weight, bias, delay)
+        weight, bias = own.operands, own.bias_operands
     x, weights, biases = prepare("copy_linear", group, x, weight, bias, activation)
-    ys = tuple(_op(x, weights, biases, group.name, implementation))
-    return activated(ys[0] if isinstance(weight, Tensor) else ys, activation)
+    ys = tuple(_op(x, weights, biases, group.name, implementation, diverted=own))
+    return activated(ys[0] if single else ys, activation)
 
 
 def _forward(
@@ -100,7 +118,15 @@ def _backward(ctx: Any, dys: list[Tensor]) -> tuple[Any, ...]:
         x.new_zeros(*x.shape[:-1], w.shape[0]) if dy is None else dy.resolve_neg()
         for dy, w in zip(dys, weights, strict=True)
     ]
-    dx, *dws = _backward_op(dys, x, weights, need_x, list(need_w), ctx.group_name, ctx.impl)
+    own, rest = diverted(ctx), (ctx.group_name, ctx.impl)
+    if not own:
+        dx, *dws = _backward_op(dys, x, weights, need_x, list(need_w), *rest)
+    else:
+        now = own.now(need_w)
+        dx, *dws = _backward_kernel(dys, x, weights, need_x, now, *rest, own.main_grads())
+        rows = [rows_of(dy) for dy in dys]
+        own.later(lambda *asked: weight_gradients(rows, rows_of(x), *asked), rows)
+        dws = own.answers(dws, need_w)
     dbs = [
         bias_gradient(rows_of(dy)) if need else None for dy, need in zip(dys, need_b, strict=False)
     ]
@@ -121,6 +147,7 @@ def _backward_kernel(
     need_w: list[bool],
     group_name: str,
     impl: str,
+    main_grads: Sequence[Tensor | None] | None = None,
 ) -> list[Tensor]:
     """[dx, dW_0, dW_1, ...]; what is not needed is an empty tensor."""
     group = ParallelGroup.by_name(group_name)
@@ -128,7 +155,7 @@ def _backward_kernel(
     dws: list[Tensor] = []
 
     def between() -> None:
-        dws.extend(weight_gradients(dys, rows, need_w))
+        dws.extend(weight_gradients(dys, rows, need_w, main_grads))
 
     if not need_x or group.size == 1:
         between()

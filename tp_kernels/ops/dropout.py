@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from tp_kernels.comm.errors import ShapeError, UnsupportedError
+from tp_kernels.comm.host_slot import REDUCIBLE
+from tp_kernels.comm.symmetric_memory import _host
 
 from ._local import alike, check_rows, choose_local, widen
 from ._op import register
@@ -116,9 +118,18 @@ def _kernel(
 ) -> Tensor:
     apart = steps(x.shape, dim, size)
     first, least = start * apart[dim], threshold(p)
-    y = torch.empty_like(x)
+    y = torch.empty_like(x)  # dense, with the dimensions of x in their order
     if least > LOW:
         return y.zero_() if residual is None else y.copy_(residual)
+    if implementation != "reference" and y.numel():
+        x, residual, dense, sizes, apart = _laid_out(x, residual, y, apart)
+        if implementation == "host":
+            _host_kernel(x, residual, dense, sizes, apart, first, key, least, p)
+        else:
+            from tp_kernels.kernels.dropout import dropout as kernel
+
+            kernel(x, residual, dense, sizes, apart, first, key, least, 1 / (1 - p))
+        return y
     index = torch.full((), first, dtype=torch.int64, device=x.device)
     for d, (n, step) in enumerate(zip(x.shape, apart, strict=True)):
         along = torch.arange(n, device=x.device) * step
@@ -126,6 +137,46 @@ def _kernel(
     kept = widen(x) * (1 / (1 - p))
     kept = torch.where(words(key, index) >= least, kept, 0)
     return y.copy_(kept if residual is None else kept + widen(residual))
+
+
+def _laid_out(
+    x: Tensor, residual: Tensor | None, y: Tensor, apart: list[int]
+) -> tuple[Tensor, Tensor | None, Tensor, list[int], list[int]]:
+    """All in the order of the memory of y, and its sizes and steps in as few dimensions as do."""
+    shape, order = y.shape, sorted(range(y.dim()), key=lambda d: -y.stride(d))
+    x, y = x.permute(order).contiguous(), y.permute(order)
+    if residual is not None:
+        residual = residual.permute(order).contiguous()
+    sizes: list[int] = []
+    joined: list[int] = []
+    for d in order:
+        n, step = shape[d], apart[d]
+        if n == 1:
+            continue
+        if joined and joined[-1] == n * step:
+            sizes[-1] *= n
+            joined[-1] = step
+        else:
+            sizes.append(n)
+            joined.append(step)
+    return x, residual, y, sizes or [1], joined or [1]
+
+
+def _host_kernel(
+    x: Tensor,
+    residual: Tensor | None,
+    y: Tensor,
+    sizes: list[int],
+    apart: list[int],
+    first: int,
+    key: Tensor,
+    least: int,
+    p: float,
+) -> None:
+    more = 0 if residual is None else residual.data_ptr()
+    word, scale, dtype = int(key) & (1 << 64) - 1, 1 / (1 - p), REDUCIBLE[y.dtype]
+    arrays = x.data_ptr(), more, y.data_ptr(), sizes, apart
+    _host.dropout(*arrays, first, word, least, scale, dtype)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

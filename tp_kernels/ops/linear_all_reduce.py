@@ -14,12 +14,14 @@ from torch.compiler import is_compiling
 from tp_kernels.comm.group import ParallelGroup
 
 from . import gemm_all_reduce
+from ._gemm import weight_gradients
 from ._op import (
     ACTIVATIONS,
     SHORT,
     activate,
     bias_gradient,
     check_call,
+    diverted,
     finish,
     needed,
     prepare,
@@ -27,6 +29,7 @@ from ._op import (
     rows_of,
     run,
 )
+from ._weight_gradient import Diverted, WeightGradientQueue, elsewhere, uncompiled
 
 
 def linear_all_reduce(
@@ -37,6 +40,7 @@ def linear_all_reduce(
     group: ParallelGroup,
     activation: str | None = None,
     implementation: str = "auto",
+    delay: WeightGradientQueue | None = None,
 ) -> Tensor:
     """Product whose input features are spread over the ranks, summed on all of them.
 
@@ -46,6 +50,9 @@ def linear_all_reduce(
         bias: [N], equal on all ranks, added once.
         activation: "gelu", "gelu_tanh", "silu" or "relu", applied to the sum.
         implementation: "auto", or one of "reference", "chunked", "host", "triton", "cuda".
+        delay: where the backward leaves the gradients of weight and bias, to be computed later.
+
+    A weight with a `main_grad` gets its gradient added there, and none from autograd.
 
     Returns:
         [..., N], the same bits on every rank. dtype of x: float32, bfloat16, float16 (float64 through
@@ -65,9 +72,21 @@ def linear_all_reduce(
         if y is not None:
             return y if activation is None else activate(y, activation)
     group = check_call("linear_all_reduce", group, implementation)
+    own = None
+    if elsewhere(weight, delay):
+        if is_compiling():
+            options: dict[str, Any] = {
+                "activation": activation,
+                "implementation": implementation,
+                "delay": delay,
+            }
+            options |= {"group": group, "delay": delay}
+            return uncompiled(linear_all_reduce, x, weight, bias, **options)
+        own = Diverted("linear_all_reduce", weight, bias, delay)
+        (weight,), (bias,) = own.operands, own.bias_operands or [None]
     x, (w,), biases = prepare("linear_all_reduce", group, x, weight, bias, activation)
     rows, b = rows_of(x), biases[0] if biases else None
-    y = _op(rows, w, b, group.name, implementation)
+    y = _op(rows, w, b, group.name, implementation, diverted=own)
     return finish(y, x.shape[:-1], activation)
 
 
@@ -104,6 +123,8 @@ def _fake(x: Tensor, w: Tensor, bias: Tensor | None, group_name: str, impl: str)
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, w, bias, _, _ = inputs
     need_x, need_w = needed(ctx)[:2]
+    own = diverted(ctx)
+    need_w = need_w or bool(own and own.weights[0] is not None)
     ctx.save_for_backward(x if need_w else None, w if need_x else None)
     ctx.has_bias = bias is not None
 
@@ -112,7 +133,13 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, w = ctx.saved_tensors
     need_x, need_w, need_b = needed(ctx)[:3]
     dx = torch.mm(dy, w) if need_x else None
-    dw = torch.mm(dy.t(), x) if need_w else None
+    own = diverted(ctx)
+    if not own:
+        dw = torch.mm(dy.t(), x) if need_w else None
+    else:
+        dws = weight_gradients([dy], x, own.now([need_w]), own.main_grads())
+        own.later(lambda *asked: weight_gradients([dy], x, *asked), [dy])
+        (dw,) = own.answers(dws, [need_w])
     db = bias_gradient(dy) if ctx.has_bias and need_b else None
     return dx, dw, db, None, None
 

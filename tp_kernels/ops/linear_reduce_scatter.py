@@ -15,12 +15,14 @@ from tp_kernels.comm.group import ParallelGroup
 from tp_kernels.comm.layout import split_sizes
 
 from . import all_gather_gemm, gemm_reduce_scatter
+from ._gemm import weight_gradients
 from ._op import (
     ACTIVATIONS,
     SHORT,
     activate,
     bias_gradient,
     check_call,
+    diverted,
     finish,
     needed,
     prepare,
@@ -28,6 +30,7 @@ from ._op import (
     rows_of,
     run,
 )
+from ._weight_gradient import Diverted, WeightGradientQueue, elsewhere, uncompiled
 
 
 def linear_reduce_scatter(
@@ -38,6 +41,7 @@ def linear_reduce_scatter(
     group: ParallelGroup,
     activation: str | None = None,
     implementation: str = "auto",
+    delay: WeightGradientQueue | None = None,
 ) -> Tensor:
     """Product whose input features are spread over the ranks; each rank keeps its rows of the sum.
 
@@ -47,6 +51,10 @@ def linear_reduce_scatter(
         bias: [N], equal on all ranks, added once to every row. Its gradient is complete on every rank.
         activation: applied to the sum.
         implementation: "auto", or one of "reference", "chunked", "host", "triton", "cuda".
+        delay: where the backward leaves the gradients of weight and bias, to be computed later; until then
+            the gathered gradient is kept.
+
+    A weight with a `main_grad` gets its gradient added there, and none from autograd.
 
     Returns:
         [split_sizes(R, W)[rank], ..., N]. Summed in fp32 in rank order, rounded once.
@@ -61,13 +69,25 @@ def linear_reduce_scatter(
         if y is not None:
             return y if activation is None else activate(y, activation)
     group = check_call("linear_reduce_scatter", group, implementation)
+    own = None
+    if elsewhere(weight, delay):
+        if is_compiling():
+            options: dict[str, Any] = {
+                "activation": activation,
+                "implementation": implementation,
+                "delay": delay,
+            }
+            options |= {"group": group, "delay": delay}
+            return uncompiled(linear_reduce_scatter, x, weight, bias, **options)
+        own = Diverted("linear_reduce_scatter", weight, bias, delay)
+        (weight,), (bias,) = own.operands, own.bias_operands or [None]
     x, (w,), biases = prepare("linear_reduce_scatter", group, x, weight, bias, activation)
     rows, b = rows_of(x), biases[0] if biases else None
     first = x.shape[0] if x.dim() > 1 else 1
     inner = x.shape[1:-1].numel()
     sizes = split_sizes(first, group.size)
     counts = [size * inner for size in sizes]
-    y = _op(rows, w, b, counts, group.name, implementation)
+    y = _op(rows, w, b, counts, group.name, implementation, diverted=own)
     return finish(y, (sizes[group.rank], *x.shape[1:-1]), activation)
 
 
@@ -113,13 +133,20 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, w = ctx.saved_tensors
     need_x, need_w, need_b = needed(ctx)[:3]
     dy = dy.resolve_neg()  # kernels see memory only
-    dx, dw, db = _backward_op(
-        dy, x, w, ctx.counts, need_x, need_w, ctx.has_bias and need_b, ctx.group_name, ctx.impl
-    )
+    need_b = ctx.has_bias and need_b
+    own, rest = diverted(ctx), (ctx.group_name, ctx.impl)
+    if not own:
+        dx, dw, db = _backward_op(dy, x, w, ctx.counts, need_x, need_w, need_b, *rest)
+    else:
+        dx, gathered = _gathered(dy, w, ctx.counts, need_x, *rest)
+        db = bias_gradient(gathered) if need_b else None
+        dws = weight_gradients([gathered], x, own.now([need_w]), own.main_grads())
+        own.later(lambda *asked: weight_gradients([gathered], x, *asked), [gathered])
+        (dw,) = own.answers(dws, [need_w])
     return (
         dx if need_x else None,
         dw if need_w else None,
-        db if ctx.has_bias and need_b else None,
+        db if need_b else None,
         None,
         None,
         None,
@@ -137,32 +164,39 @@ def _backward_kernel(
     group_name: str,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    group = ParallelGroup.by_name(group_name)
     empty = x.new_empty(0)
     if not (need_x or need_w or need_b):
         return empty, empty.clone(), empty.clone()
-    if group.size == 1:
-        dxs, gathered = [torch.mm(dy, w)] if need_x else [], dy
-    else:
-        dxs, gathered = run(
-            "linear_reduce_scatter.backward",
-            all_gather_gemm.IMPLEMENTATIONS,
-            group,
-            impl,
-            sum(counts),
-            dy.shape[1],
-            dy,
-            dy,
-            [w.t()] if need_x else [],
-            [],
-            counts,
-            True,
-        )
+    dx, gathered = _gathered(dy, w, counts, need_x, group_name, impl)
     return (
-        dxs[0] if need_x else empty,
+        empty if dx is None else dx,
         torch.mm(gathered.t(), x) if need_w else empty.clone(),
         bias_gradient(gathered) if need_b else empty.clone(),
     )
+
+
+def _gathered(
+    dy: Tensor, w: Tensor, counts: list[int], need_x: bool, group_name: str, impl: str
+) -> tuple[Tensor | None, Tensor]:
+    """dx if needed, and dy of all ranks."""
+    group = ParallelGroup.by_name(group_name)
+    if group.size == 1:
+        return torch.mm(dy, w) if need_x else None, dy
+    dxs, gathered = run(
+        "linear_reduce_scatter.backward",
+        all_gather_gemm.IMPLEMENTATIONS,
+        group,
+        impl,
+        sum(counts),
+        dy.shape[1],
+        dy,
+        dy,
+        [w.t()] if need_x else [],
+        [],
+        counts,
+        True,
+    )
+    return dxs[0] if need_x else None, gathered
 
 
 def _backward_fake(
