@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.parity.case import Case, Entry, Options, Part, Setting
 from tests.parity.dense import Rounding
 from tests.parity.linear import BATCH, FLAGS, INNER, TOKENS, Named, linear_parameters, rows_of
-from tp_kernels.layers import ParallelAttention, QKVParallelLinear
+from tp_kernels.layers import ParallelAttention, QKVParallelLinear, RotaryOptions
 from tp_kernels.layers.heads import partition_heads
 
 HEAD = 6
@@ -27,9 +27,9 @@ def qkv_parameters(o: Options) -> dict[str, Any]:
     return shapes
 
 
-def dense_qkv(r: Rounding, o: Options, p: Named, x: Tensor) -> list[Tensor]:
+def dense_qkv(r: Rounding, p: Named, x: Tensor, prefix: str = "") -> list[Tensor]:
     return [
-        r.linear(x, p[f"{name}_proj.weight"], p.get(f"{name}_proj.bias"))
+        r.linear(x, p[f"{prefix}{name}_proj.weight"], p.get(f"{prefix}{name}_proj.bias"))
         for name in ("q", "k", "v")
     ]
 
@@ -49,7 +49,7 @@ QKV = Entry(
     options={"tokens": TOKENS, "heads": HEADS, "bias": FLAGS},
     parameters=qkv_parameters,
     inputs=lambda o: {"x": (BATCH, o.tokens, INNER)},
-    dense=lambda r, o, p, x: dict(zip("qkv", dense_qkv(r, o, p, x["x"]), strict=True)),
+    dense=lambda r, o, p, x: dict(zip("qkv", dense_qkv(r, p, x["x"]), strict=True)),
     build=lambda s: QKVParallelLinear(INNER, *s.o.heads, HEAD, s.o.bias, **s.common),
     call=lambda s, layer, x: dict(zip("qkv", layer(x["x"], rows_of(s, s.o)), strict=True)),
     parts=lambda s: {
@@ -99,8 +99,8 @@ def mask(o: Options) -> tuple[Tensor, Tensor | float, Tensor | None]:
     return seen, 0.0, None
 
 
-def dense_attention(r: Rounding, o: Options, p: Named, x: Named) -> Named:
-    q, k, v = (y.unflatten(-1, (-1, HEAD)) for y in dense_qkv(r, o, p, x["x"]))
+def dense_attention(r: Rounding, o: Options, p: Named, x: Named, prefix: str = "") -> Named:
+    q, k, v = (y.unflatten(-1, (-1, HEAD)) for y in dense_qkv(r, p, x["x"], prefix))
     at = positions(o)
     at = torch.arange(o.tokens) if at is None else at
     seen, added, _ = mask(o)
@@ -113,7 +113,8 @@ def dense_attention(r: Rounding, o: Options, p: Named, x: Named) -> Named:
             query, key = turned(r, query, at), turned(r, key, at)
         bias = added[:, 0] if isinstance(added, Tensor) else added
         outputs.append(r.attention(query, key, v[:, :, shared], seen[:, 0], bias))
-    y = r.linear(torch.cat(outputs, -1), p["o_proj.weight"], p.get("o_proj.bias"))
+    out = f"{prefix}o_proj."
+    y = r.linear(torch.cat(outputs, -1), p[f"{out}weight"], p.get(f"{out}bias"))
     return {"y": y}
 
 
@@ -135,7 +136,7 @@ def build_attention(s: Setting) -> ParallelAttention:
         output_bias=s.o.bias,
         causal=s.o.mask != "all",
         sliding_window=2 if s.o.mask == "window" else None,
-        rope_theta=THETA if s.o.rotary else None,
+        rotary=RotaryOptions(THETA) if s.o.rotary else None,
         **s.common,
     )
 
