@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import pickle
 import weakref
 
 import pytest
@@ -12,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.layers.state_model import SHAPES, Everything, equal, unsplit
-from tp_kernels.comm import ParallelGroup, ShapeError, TpKernelsError, UnsupportedError
+from tp_kernels.comm import ParallelGroup, Ranks, ShapeError, TpKernelsError, UnsupportedError
 from tp_kernels.layers import (
     ColumnParallelLinear,
     VocabParallelEmbedding,
@@ -302,3 +304,54 @@ def copies() -> bool:
 
 def test_deepcopy(world):
     assert world(2).run(copies) == [True, True]
+
+
+def pickled() -> bytes:
+    """A whole module in bytes; in the process that made it, it comes back in the same group."""
+    with ParallelGroup(timeout=30, provider="none") as group:
+        model = loaded(group, torch.float64)
+        file = io.BytesIO()
+        torch.save(model, file)
+        check_unpickled(file.getvalue(), group)
+        return file.getvalue()
+
+
+def check_unpickled(data: bytes, group: ParallelGroup) -> None:
+    twin = torch.load(io.BytesIO(data), weights_only=False)
+    assert twin.head.weight is twin.embed.weight and twin.embed.group is group
+    assert twin.column.placements["weight"].group is group
+    assert equal(full_state_dict(twin), unsplit(torch.float64))
+    x = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    column = nn.functional.linear(
+        x, *(unsplit(torch.float64)[f"column.{n}"] for n in ("weight", "bias"))
+    )
+    found = twin.row(twin.column(x))
+    expected = nn.functional.linear(
+        column, *(unsplit(torch.float64)[f"row.{n}"] for n in ("weight", "bias"))
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+    with pytest.raises(ShapeError, match="load_full_state_dict"):  # its hooks came along
+        twin.load_state_dict(unsplit(torch.float64))
+
+
+def unpickled(data: list[bytes]) -> str:
+    """In other processes: without a group, and with the group that a new run makes first."""
+    try:
+        torch.load(io.BytesIO(data[dist.get_rank()]), weights_only=False)
+    except UnsupportedError as error:
+        text = str(error)
+    with ParallelGroup(timeout=30, provider="none") as group:
+        check_unpickled(data[group.rank], group)
+    return text
+
+
+def test_pickling():
+    with Ranks(2) as ranks:
+        data = ranks.run(pickled)
+    with Ranks(2) as ranks:
+        assert all("there is none in this process" in text for text in ranks.run(unpickled, data))
+    with pytest.raises(UnsupportedError, match="load a state"):
+        torch.load(io.BytesIO(data[0]), weights_only=False)
+    alone = pickle.loads(pickle.dumps(Everything(ParallelGroup(), torch.float64)))
+    gc.collect()  # the group that it was made in
+    assert alone.row(alone.column(torch.zeros(1, 6, dtype=torch.float64))).shape == (1, 6)
