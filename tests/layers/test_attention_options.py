@@ -251,35 +251,32 @@ def test_packed_texts_scale_by_their_own_length():
     assert (packed - unscaled)[:, 3:10].abs().max() > 1e-4  # the one text that is longer than 4
 
 
-def autocast() -> list[tuple[float, float]]:
-    """Errors under autocast and of 16-bit tensors without, both against float64, in eps of bf16."""
-    found = []
+def autocast() -> list[bool]:
+    """Equal numbers in fp32 under autocast and in bf16 without it."""
+    same = []
     with ParallelGroup(timeout=60) as group, torch.no_grad():
         for options in ({}, {"softcap": 30.0, "sinks": True, "scale": 4.0}):
-            wide = attention(group, **options)
-            layer = attention(group, **options).float()
-            x = torch.randn(2, 40, 20, generator=torch.Generator().manual_seed(1))
-            wanted = wide(x.double())
+            layer = attention(group, **options).bfloat16().float()
+            x = torch.randn(2, 40, 20, generator=torch.Generator().manual_seed(1)).bfloat16()
             with torch.autocast("cpu", torch.bfloat16):
-                y = layer(x)
-            assert y.dtype == torch.bfloat16
-            narrow = layer.bfloat16()(x.bfloat16())
-            scale = wanted.abs().max() * torch.finfo(torch.bfloat16).eps
-            found.append(
-                (
-                    float((y - wanted).abs().max() / scale),
-                    float((narrow - wanted).abs().max() / scale),
-                )
-            )
-    return found
+                y = layer(x.float())
+            same.append(torch.equal(y, layer.bfloat16()(x)))
+    return same
 
 
 def test_autocast(world):
     """Rounds where 16-bit tensors round, and nowhere else: scores stay in fp32."""
     for size in (1, 2):
-        for rank in world(size).run(autocast):
-            for error, narrow in rank:
-                assert error < 1.5 * narrow + 1, rank
+        assert world(size).run(autocast) == [[True, True]] * size
+
+
+def test_masks_of_another_dtype():
+    """torch's kernel for the CPU misreads an fp32 mask of float64 queries from 512 tokens on."""
+    layer = attention(ParallelGroup(), causal=False)
+    mask = torch.randn(600, 600)
+    x = torch.randn(1, 600, 20, dtype=torch.float64)
+    with torch.no_grad():
+        assert torch.equal(layer(x, attention_mask=mask), layer(x, attention_mask=mask.double()))
 
 
 def delayed(sp: bool) -> list[bool]:
