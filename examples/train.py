@@ -112,7 +112,7 @@ def main(
             report(run, text)
         dist.destroy_process_group()
         return
-    with Ranks(tp) as ranks:
+    with Ranks(tp, threads=1) as ranks:
         report(ranks.run(train, settings, text, **options)[0], text)
 
 
@@ -141,7 +141,7 @@ def compare_all(settings: list[Settings], text: Path, picture: Path) -> int:
         for heading in ("", "first", "middle", "last 20", "furthest apart", "at step", "s"):
             table.add_column(heading, justify="right" if heading else "left")
         for size, sequence_parallel in WAYS:
-            with Ranks(size) as ranks:
+            with Ranks(size, threads=1) as ranks:
                 setting = replace(one, sequence_parallel=sequence_parallel)
                 run = ranks.run(train, setting, text, show=True)[0]
             name = way_of(size, sequence_parallel)

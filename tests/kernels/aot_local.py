@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from tp_kernels.kernels._launch import REGISTERS, TILE, WARPS, tiling
+from tp_kernels.kernels.gated import ACTIVATIONS
 from tp_kernels.kernels.norm import SUMMED
 from tp_kernels.kernels.rotary import tiling as rotary_tiling
 from tp_kernels.kernels.sum_parts import BLOCK
@@ -17,8 +18,12 @@ SUMS = {"ROWS": TILE // SUMMED, "COLUMNS": SUMMED}
 
 # By kernel and form: constants, where None means that an argument is not given.
 FORMS: dict[str, dict[str, dict[str, Any]]] = {
-    "gated.forward": {a: {"ACTIVATION": a} | ROW for a in ("silu", "gelu", "gelu_tanh")},
-    "gated.backward": {a: {"ACTIVATION": a} | ROW for a in ("silu", "gelu", "gelu_tanh")},
+    "dropout.drop": {
+        "grouped": {"GROUPED": True} | ROW,
+        "each": {"GROUPED": False, "residual": None} | ROW,
+    },
+    "gated.forward": {a: {"ACTIVATION": a} | ROW for a in ACTIVATIONS},
+    "gated.backward": {a: {"ACTIVATION": a} | ROW for a in ACTIVATIONS},
     "rotary.turn": {
         "halves": {"INVERSE": False, "INTERLEAVED": False} | HEADS,
         "pairs": {"INVERSE": True, "INTERLEAVED": True} | HEADS,
@@ -39,13 +44,17 @@ FORMS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 KINDS = {"labels": "*i64", "epsilon": "fp32", "smoothing": "fp32", "z_loss": "fp32"}
+KINDS |= {"key": "*i64", "first": "i64", "least": "i64", "scale": "fp32"}
 KINDS |= dict.fromkeys(("mean", "rstd", "parts", "measures", "loss", "saved", "d_loss"), "*fp32")
 ELEMENTS = (
     "gate", "up", "dy", "d_gate", "d_up", "cos", "sin", "x", "y", "s", "ds", "dx", "weight", "bias",
     "residual", "logits", "out",
 )  # fmt: skip
 
-SIZES = ("columns", "tokens", "heads", "half", "rest", "span", "vocab", "start")
+SIZES = (
+    "columns", "tokens", "heads", "half", "rest", "span", "vocab", "start",
+    "step", "step_row", "step_outer",
+)  # fmt: skip
 # What 16 divides where rows and heads are of such sizes.
 ALIGNED = [
     "columns", "half", "rest", "cos_token", "cos_batch", "part_row",

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tests.layers import block_oracle as oracle
 from tests.layers.block_oracle import Case
-from tp_kernels.comm import ParallelGroup
-from tp_kernels.layers import ParallelMLP, finalize_gradients, placements
+from tp_kernels.comm import ParallelGroup, UnsupportedError
+from tp_kernels.layers import ParallelMLP, RandomStreams, finalize_gradients, placements
 
 CASES = [
     Case({"activation": name, "gated": gated, "bias": bias})
@@ -122,3 +122,109 @@ def check(outcomes: list[list[tuple[dict[str, float], bytes]]], bound: float) ->
             worst = max(errors.items(), key=lambda item: item[1])
             assert worst[1] < bound, (case, worst)
         assert len({rank[index][1] for rank in outcomes}) == 1, f"{case}: ranks differ"
+
+
+def dropped(sequence_parallel: bool, batch_first: bool | None) -> dict[str, Tensor]:
+    """Unsplit output, input gradient and one weight gradient with dropout, and the output without."""
+    case, layout = Case({"bias": True}), (sequence_parallel, batch_first)
+    with ParallelGroup(provider="none", timeout=30) as group:
+        mlp = ParallelMLP(
+            case.hidden,
+            case.intermediate,
+            bias=True,
+            dropout=0.4,
+            streams=RandomStreams(3, group=group),
+            group=group,
+            sequence_parallel=sequence_parallel,
+            batch_first=batch_first,
+            dtype=torch.float64,
+        )
+        shapes = {name: place.shape for name, _, place in placements(mlp)}
+        oracle.fill(mlp, oracle.draw(shapes, torch.float64))
+        given = inputs(case, torch.float64)
+        x = oracle.to_rank(given["x"], group, *layout).requires_grad_()
+        rows = case.tokens if sequence_parallel else None
+        y = mlp(x, rows)
+        y.backward(oracle.to_rank(given["dy"], group, *layout))
+        finalize_gradients(mlp)
+        found = {"y": y.detach(), "x": x.grad, "without": mlp.eval()(x, rows).detach()}
+        found = {n: oracle.from_ranks(t, group, *layout, case.tokens) for n, t in found.items()}
+        weight = mlp.gate_proj.weight
+        return found | {"weight": mlp.gate_proj.placements["weight"].gather(weight.grad)}
+
+
+def test_dropout_does_not_depend_on_the_world_size(world):
+    (wanted,) = world(1).run(dropped, False, None)
+    kept = wanted["y"] != 0
+    assert 0.4 < kept.double().mean() < 0.8  # 140 elements, p = 0.4: 0.6 within five deviations
+    scaled = torch.where(kept, wanted["without"] / 0.6, 0)
+    torch.testing.assert_close(wanted["y"], scaled, rtol=1e-15, atol=0)
+    for size in (2, 3):
+        for layout in LAYOUTS:
+            for found in world(size).run(dropped, *layout):
+                assert torch.equal(found["y"] != 0, kept), (size, layout)
+                for name, tensor in found.items():
+                    torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=1e-13)
+
+
+def delayed(sequence_parallel: bool) -> list[bool]:
+    """Two backward passes, whose weight gradients come later with the same bits."""
+    case = Case()
+    results = []
+    with ParallelGroup(timeout=30) as group:
+        for packed in (None, "blocks"):
+            options = {"group": group, "sequence_parallel": sequence_parallel, "bias": True}
+            pair = [
+                ParallelMLP(case.hidden, case.intermediate, packed=packed, **options, delay_wgrad=d)
+                for d in (False, True)
+            ]
+            pair[1].load_state_dict(pair[0].state_dict())
+            given = inputs(case, torch.float32)
+            for mlp in pair:
+                for name in ("x", "residual"):
+                    x = oracle.to_rank(given[name], group, sequence_parallel, None)
+                    y = mlp(x.requires_grad_(), case.tokens if sequence_parallel else None)
+                    y.backward(oracle.to_rank(given["dy"], group, sequence_parallel, None))
+            results.append(all(p.grad is None for p in pair[1].parameters()))
+            for _ in range(2):
+                pair[1].backward_dw()
+            grads = [[p.grad for p in mlp.parameters()] for mlp in pair]
+            results.append(all(torch.equal(a, b) for a, b in zip(*grads, strict=True)))
+    return results
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_delayed_weight_gradients(world, sequence_parallel):
+    assert world(2).run(delayed, sequence_parallel) == [[True] * 4] * 2
+
+
+def test_the_oracle_bites():
+    """Gate and up packed in the other way run, and give other numbers."""
+    case = Case({"packed": "blocks"})
+    shapes = {"gate_up_proj.weight": (2 * 11, 10), "down_proj.weight": (10, 11)}
+    full, x = oracle.draw(shapes, torch.float64), inputs(case, torch.float64)["x"]
+    blocks = oracle.mlp(full, x, case, {"packed": "blocks"})
+    assert oracle.distance(oracle.mlp(full, x, case, {"packed": "interleaved"}), blocks) > 0.1
+
+
+def test_refusals():
+    group = ParallelGroup()
+    for options, words in (
+        ({"activation": "swish"}, "activation='swish'; known are gelu"),
+        ({"activation": None}, "activation=None"),
+        ({"activation": "geglu", "gated": False}, "it is 'gelu' with a gate"),
+        ({"packed": "rows"}, "packed='rows'"),
+        ({"packed": "blocks", "gated": False}, "nothing to pack"),
+        ({"norm": "batch"}, "norm='batch'; known are rms, layer"),
+        ({"epsilon": 1e-3}, "epsilon= without norm="),
+        ({"zero_centered": True}, "zero_centered= without norm="),
+        ({"dropout": 1.5}, "p=1.5"),
+    ):
+        with pytest.raises(UnsupportedError, match=words):
+            ParallelMLP(8, 8, group=group, **options)
+    mlp = ParallelMLP(8, 8, group=group)
+    x = torch.randn(3, 8)
+    with pytest.raises(UnsupportedError, match="through the norm in front, and there is none"):
+        mlp(x, residual=x)
+    with pytest.raises(UnsupportedError, match="rows="):
+        mlp(x, rows=3)

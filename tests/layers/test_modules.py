@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from tp_kernels.comm import ParallelGroup, ShapeError, UnsupportedError
 from tp_kernels.layers import (
     ColumnParallelLinear,
-    KVCache,
-    ParallelAttention,
     ParallelLMHead,
     ParallelMLP,
     QKVParallelLinear,
@@ -112,53 +110,6 @@ def test_mlp_activations(world, activation, gated):
     assert max(world(2).run(mlp_errors, activation, gated)) < 1e-14
 
 
-def decode(sliding_window: int | None) -> tuple[Tensor, Tensor]:
-    """The same tokens at once, and one by one (after a prompt of three) with a cache."""
-    with ParallelGroup(timeout=30) as group, torch.no_grad():
-        torch.manual_seed(5)
-        layer = ParallelAttention(20, 5, 2, 4, sliding_window=sliding_window, group=group)
-        x = torch.randn(2, 70, 20)
-        cache = KVCache()
-        steps = [layer(x[:, :3], cache=cache)]
-        steps += [layer(x[:, at : at + 1], cache=cache) for at in range(3, 70)]
-        return layer(x), torch.cat(steps, dim=1)
-
-
-@pytest.mark.parametrize("sliding_window", [None, 4])
-def test_kv_cache(world, sliding_window):
-    for size in (1, 3):
-        for whole, steps in world(size).run(decode, sliding_window):
-            torch.testing.assert_close(steps, whole, rtol=0, atol=2e-6)
-
-
-def masked() -> list[float]:
-    """Boolean and additive masks that say what causal says; and a padded batch."""
-    with ParallelGroup(timeout=30) as group, torch.no_grad():
-        torch.manual_seed(6)
-        causal = ParallelAttention(16, 4, group=group)
-        free = ParallelAttention(16, 4, causal=False, group=group)
-        free.load_state_dict(causal.state_dict())
-        x = torch.randn(2, 9, 16)
-        seen = torch.ones(9, 9, dtype=torch.bool).tril()
-        additive = torch.zeros(9, 9).masked_fill(~seen, float("-inf"))
-        padding = torch.ones(2, 1, 1, 9, dtype=torch.bool)
-        padding[1, ..., :4] = False
-        padded = causal(x, attention_mask=padding)
-        short = causal(x[1:, 4:], position_ids=torch.arange(4, 9))
-        pairs = [
-            (free(x, attention_mask=seen), causal(x)),
-            (free(x, attention_mask=additive), causal(x)),
-            (padded[1:, 4:], short),
-        ]
-        return [float((a - b).abs().max()) for a, b in pairs]
-
-
-def test_attention_masks(world):
-    for size in (1, 2):
-        for errors in world(size).run(masked):
-            assert max(errors) < 1e-6
-
-
 def embeddings(vocabulary: int) -> list[bool]:
     """Lookups and gradients have the exact bits of nn.Embedding."""
     with ParallelGroup(timeout=30) as group:
@@ -183,19 +134,8 @@ def test_embedding_bits(world, vocabulary):
 
 def test_refusals():
     group = ParallelGroup()
-    attention = ParallelAttention(8, 2, group=group, sequence_parallel=True)
-    with pytest.raises(UnsupportedError, match="KV cache under sequence_parallel"):
-        attention(torch.randn(2, 1, 8), cache=KVCache())
-    with pytest.raises(ShapeError, match="three dimensions"):
-        attention(torch.randn(2, 8))
     with pytest.raises(ShapeError, match="outside the vocabulary"):
         VocabParallelEmbedding(4, 2, group=group)(torch.tensor([4]))
-    with pytest.raises(ShapeError, match="not a multiple of 3 heads"):
-        ParallelAttention(8, 3, group=group)
-    with pytest.raises(ShapeError, match="even number of features"):
-        ParallelAttention(9, 3, group=group)
-    with pytest.raises(UnsupportedError, match="sliding_window"):
-        ParallelAttention(8, 2, sliding_window=0, group=group)
     with pytest.raises(UnsupportedError, match="activation='swish'"):
         ParallelMLP(8, 8, activation="swish", group=group)
     with pytest.raises(UnsupportedError, match="rows="):

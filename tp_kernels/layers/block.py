@@ -86,18 +86,21 @@ class ParallelTransformerBlock(nn.Module):
         group = as_group(group)
         layout: dict[str, Any] = {"group": group, "sequence_parallel": sequence_parallel}
         placed: dict[str, Any] = {"device": device, "dtype": dtype}
-        options = {**layout, **placed, "batch_first": batch_first}
-        if delay_wgrad:
-            options["delay_wgrad"] = delay_wgrad
-        if streams is not None:
-            options["streams"] = streams
+        options = {
+            **layout,
+            **placed,
+            "batch_first": batch_first,
+            "delay_wgrad": delay_wgrad,
+            "streams": streams,
+        }
         heads = (hidden_size, num_heads, num_kv_heads, head_dim)
         before, after = norm_position != "post", norm_position != "pre"
         self.norm_position, self.parallel = norm_position, parallel
 
         def make(wanted: bool) -> Any:  # a norm, or None
-            kind = norm if wanted else None
-            return make_norm(kind, hidden_size, epsilon, zero_centered, **layout, **placed)
+            if not wanted:
+                return None
+            return make_norm(norm, hidden_size, epsilon, zero_centered, **layout, **placed)
 
         self.input_layernorm = make(before)
         self.self_attn = ParallelAttention(*heads, **{**options, **(attention or {})})

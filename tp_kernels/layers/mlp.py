@@ -146,8 +146,11 @@ def packed_ranges(parts: Sequence[tuple[int, int]], packed: str) -> Ranges:
 def make_norm(
     kind: str | None, hidden_size: int, epsilon: float | None, zero_centered: bool, **options: Any
 ) -> Any:
-    """The norm of this name; None for None."""
+    """The norm of this name; None for None, which has no options."""
     if kind is None:
+        for name, given in (("epsilon", epsilon is not None), ("zero_centered", zero_centered)):
+            if given:
+                raise UnsupportedError(f"{name}= without norm= would have no effect")
         return None
     if kind not in NORMS:
         raise UnsupportedError(f"norm={kind!r}; known are {', '.join(NORMS)}")

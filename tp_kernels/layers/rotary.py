@@ -7,7 +7,7 @@ would be rounded by `model.to(bfloat16)` and left empty by construction on the m
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeAlias
 
 import torch
@@ -17,14 +17,27 @@ from tp_kernels.comm.errors import ShapeError, UnsupportedError
 
 
 @dataclass(frozen=True)
-class LinearScaling:
+class _Scaling:
+    """Of every kind: all numbers are positive."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and not isinstance(value, bool) and not 0 < value < math.inf:
+                raise UnsupportedError(
+                    f"{type(self).__name__}: {field.name}={value} must be positive"
+                )
+
+
+@dataclass(frozen=True)
+class LinearScaling(_Scaling):
     """Positions divided by `factor` (Chen et al., 2023, arXiv:2306.15595)."""
 
     factor: float
 
 
 @dataclass(frozen=True)
-class DynamicScaling:
+class DynamicScaling(_Scaling):
     """A base that grows with the text beyond `trained_length` ("dynamic NTK"): with L its length,
 
     theta' = theta * (factor * L / trained_length - (factor - 1)) ^ (R / (R - 2)).
@@ -37,7 +50,7 @@ class DynamicScaling:
 
 
 @dataclass(frozen=True)
-class YarnScaling:
+class YarnScaling(_Scaling):
     """YaRN (Peng et al., 2023, arXiv:2309.00071): slow pairs interpolated, cos and sin scaled.
 
     Attributes:
@@ -60,7 +73,7 @@ class YarnScaling:
 
 
 @dataclass(frozen=True)
-class Llama3Scaling:
+class Llama3Scaling(_Scaling):
     """Llama 3.1's: pairs with wavelengths above trained_length / low_freq_factor are interpolated, below
 
     trained_length / high_freq_factor kept, and between them mixed (config.json of the published models).
@@ -70,6 +83,14 @@ class Llama3Scaling:
     low_freq_factor: float
     high_freq_factor: float
     trained_length: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise UnsupportedError(
+                f"Llama3Scaling: high_freq_factor={self.high_freq_factor} must be more than "
+                f"low_freq_factor={self.low_freq_factor}"
+            )
 
 
 Scaling: TypeAlias = "LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling"
@@ -97,6 +118,10 @@ class RotaryOptions:
     interleaved: bool = False
     dim: int | None = None
     scaling: Scaling | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.theta < math.inf:
+            raise UnsupportedError(f"RotaryOptions: theta={self.theta} must be positive and finite")
 
     @classmethod
     def from_config(
@@ -128,7 +153,13 @@ class RotaryOptions:
                 known["trained_length"] = trained
             if kind == "yarn" and known.get("factor") is None and max_position_embeddings:
                 known["factor"] = max_position_embeddings / trained
-            scaling = _KINDS[kind](**{k: v for k, v in known.items() if v is not None})
+            known = {name: value for name, value in known.items() if value is not None}
+            missing = [
+                f.name for f in fields(_KINDS[kind]) if f.default is MISSING and f.name not in known
+            ]
+            if missing:
+                raise UnsupportedError(f"rope_type={kind!r} without {', '.join(missing)}")
+            scaling = _KINDS[kind](**known)
         if given:
             raise UnsupportedError(f"rope_type={kind!r} with unknown {sorted(given)}")
         return cls(theta, interleaved, None if dim == head_dim else dim, scaling)

@@ -1,5 +1,6 @@
 """Functional ops: sharded products with their collectives, collectives with gradients, element-wise work."""
 
+from ._local import explain_local
 from ._weight_gradient import WeightGradientQueue
 from .all_gather_linear import all_gather_linear
 from .all_reduce_rms_norm import all_reduce_rms_norm, linear_all_reduce_rms_norm
@@ -30,6 +31,7 @@ __all__ = [
     "copy_linear",
     "copy_to_ranks",
     "dropout",
+    "explain_local",
     "gated",
     "gather_features",
     "gather_rows",

@@ -48,22 +48,16 @@ def explain_local(
         raise UnsupportedError(
             f"{operation}: implementation={implementation!r}; known are auto, {', '.join(known)}"
         )
-    return _choose(operation, dtype, torch.device(device).type, implementation)
+    kind = device if isinstance(device, str) else device.type
+    return _choose(operation, dtype, kind.partition(":")[0], implementation)
 
 
 def choose_local(operation: str, x: Tensor, implementation: str) -> str:
     """The name of what runs `operation` on x."""
-    return _name(operation, x.dtype, device_type(x), implementation)
-
-
-def _name(operation: str, dtype: torch.dtype, device: str, implementation: str) -> str:
-    choice = explain_local(operation, dtype=dtype, device=device, implementation=implementation)
+    choice = explain_local(
+        operation, dtype=x.dtype, device=device_type(x), implementation=implementation
+    )
     return choice.implementation
-
-
-# What torch.compiler.assume_constant_result does, which imports the compiler and with it Triton: that must
-# not happen before ranks have their environment (TRITON_INTERPRET).
-_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache

@@ -76,8 +76,7 @@ def dropout(
             f"dropout: [{start}, {start + x.shape[dim]}) along dimension {dim} is not inside of 0..{size}"
         )
     x, residual = alike(x, residual)
-    name = choose_local("dropout", x, implementation)
-    return _op(x, residual, key, float(p), dim, start, size, name)
+    return _op(x, residual, key, float(p), dim, start, size, implementation)
 
 
 def threshold(p: float) -> int:
@@ -121,9 +120,10 @@ def _kernel(
     y = torch.empty_like(x)  # dense, with the dimensions of x in their order
     if least > LOW:
         return y.zero_() if residual is None else y.copy_(residual)
-    if implementation != "reference" and y.numel():
+    name = choose_local("dropout", x, implementation)
+    if name != "reference" and y.numel():
         x, residual, dense, sizes, apart = _laid_out(x, residual, y, apart)
-        if implementation == "host":
+        if name == "host":
             _host_kernel(x, residual, dense, sizes, apart, first, key, least, p)
         else:
             from tp_kernels.kernels.dropout import dropout as kernel
@@ -143,7 +143,7 @@ def _laid_out(
     x: Tensor, residual: Tensor | None, y: Tensor, apart: list[int]
 ) -> tuple[Tensor, Tensor | None, Tensor, list[int], list[int]]:
     """All in the order of the memory of y, and its sizes and steps in as few dimensions as do."""
-    shape, order = y.shape, sorted(range(y.dim()), key=lambda d: -y.stride(d))
+    shape, order = y.shape, sorted(range(y.dim()), key=lambda d: -y.stride()[d])
     x, y = x.permute(order).contiguous(), y.permute(order)
     if residual is not None:
         residual = residual.permute(order).contiguous()

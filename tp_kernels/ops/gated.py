@@ -52,10 +52,9 @@ def gated(
         raise UnsupportedError(
             f"gated: activation={activation!r}; known are {', '.join(map(repr, GATES))}"
         )
-    name = choose_local("gated", gate, implementation)
     if activation == "silu" and implementation == "auto" and gate.is_cpu and direct(gate, up):
         return elementwise.swiglu(gate, up)
-    return _op(gate, up, activation, name)
+    return _op(gate, up, activation, implementation)
 
 
 def swiglu(gate: Tensor, up: Tensor, *, implementation: str = "auto") -> Tensor:
@@ -97,7 +96,7 @@ def _through(dy: Tensor, x: Tensor, activation: str) -> Tensor:
 
 
 def _kernel(gate: Tensor, up: Tensor, activation: str, implementation: str) -> Tensor:
-    if implementation == "triton":
+    if choose_local("gated", gate, implementation) == "triton":
         from tp_kernels.kernels.gated import gated as kernel
 
         return kernel(gate, up, activation)
@@ -109,7 +108,7 @@ def _backward_kernel(
     dy: Tensor, gate: Tensor, up: Tensor, activation: str, implementation: str
 ) -> list[Tensor]:
     """[d_gate, d_up]."""
-    if implementation == "triton":
+    if choose_local("gated", gate, implementation) == "triton":
         from tp_kernels.kernels.gated import gated_backward as kernel
 
         return list(kernel(dy, gate, up, activation))

@@ -103,14 +103,15 @@ def _norm(
                 "expected one floating dtype for weight and bias"
             )
     x, residual = alike(x, residual)
-    name = choose_local("norm", x, implementation)
     plain = implementation == "auto" and x.is_cpu and not (centered or zero_centered)
     if plain and weight.dtype == x.dtype != torch.float64 and direct(x, weight, residual):
         if residual is None:
             return elementwise.rms_norm(x, weight, float(epsilon))
         s = x + residual
         return elementwise.rms_norm(s, weight, float(epsilon)), s
-    y, *others = _op(x, residual, weight, bias, float(epsilon), centered, zero_centered, name)
+    y, *others = _op(
+        x, residual, weight, bias, float(epsilon), centered, zero_centered, implementation
+    )
     return y if residual is None else (y, others[-1])
 
 
@@ -140,7 +141,7 @@ def _kernel(
 ) -> list[Tensor]:
     """[y, rstd], then the mean if `centered`, then s if there is a residual."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    if implementation == "triton":
+    if choose_local("norm", x, implementation) == "triton":
         import tp_kernels.kernels.norm as kernel
 
         scale = _scale(weight, True, torch.float32) if zero_centered else weight
@@ -150,7 +151,7 @@ def _kernel(
         else:
             (y, s, rstd), mean = kernel.rms_norm(x, scale, **given), None
     else:
-        s = x if residual is None else x + residual
+        s = (x if residual is None else x + residual).contiguous()  # sums go by memory
         values = widen(s)
         mean = values.mean(-1) if centered else None
         if mean is not None:
@@ -160,9 +161,9 @@ def _kernel(
         unit = values * rstd.unsqueeze(-1)
         scale = _scale(weight, zero_centered, wide)
         y = unit.mul_(scale) if bias is None else unit.mul_(scale).add_(bias.to(wide))
-        y = y.to(x.dtype).contiguous()
+        y = y.to(x.dtype)
     results = [y, rstd] if mean is None else [y, rstd, mean]
-    return results if residual is None else [*results, s.contiguous()]
+    return results if residual is None else [*results, s]
 
 
 def _fake(
@@ -222,7 +223,7 @@ def _backward_kernel(
 ) -> list[Tensor]:
     """[dx, d_weight, d_bias]; those of the vectors are empty if not asked for."""
     wide = rstd.dtype
-    if implementation == "triton":
+    if choose_local("norm", s, implementation) == "triton":
         import tp_kernels.kernels.norm as kernel
 
         scale = _scale(weight, True, wide) if zero_centered else weight
@@ -234,13 +235,13 @@ def _backward_kernel(
         if not vectors:
             d_weight = d_bias = weight.new_empty(0)
         return [dx, d_weight.to(weight.dtype), d_bias.to(weight.dtype)]
-    unit, dy = _units(s, mean, rstd), dy.to(wide)
+    unit, dy = _units(s.contiguous(), mean, rstd), dy.contiguous().to(wide)
     g = dy * _scale(weight, zero_centered, wide)
     along = torch.linalg.vecdot(g, unit).div_(s.shape[-1])
     dx = g if mean is None else g - g.mean(-1, keepdim=True)
     dx = torch.addcmul(dx, unit, along.unsqueeze(-1), value=-1).mul_(rstd.unsqueeze(-1))
     dx = dx if ds is None else dx.add_(ds)
-    results = [dx.to(s.dtype).contiguous()]
+    results = [dx.to(s.dtype)]
     if not vectors:
         return [*results, weight.new_empty(0), weight.new_empty(0)]
     rows = rows_of(dy)

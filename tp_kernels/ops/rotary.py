@@ -71,14 +71,13 @@ def apply_rotary(
                 "apply_rotary: cos and sin get no gradient; pass them detached, or turn x by torch "
                 "operations to learn the angles"
             )
-    name = choose_local("rotary", x, implementation)
-    return _op(x, cos, sin, interleaved, False, name)
+    return _op(x, cos, sin, interleaved, False, implementation)
 
 
 def _kernel(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool, implementation: str
 ) -> Tensor:
-    if implementation == "triton":
+    if choose_local("rotary", x, implementation) == "triton":
         from tp_kernels.kernels.rotary import rotary
 
         many = x.shape[0] != 1 and cos.shape[0] == 1
