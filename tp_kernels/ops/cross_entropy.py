@@ -268,7 +268,7 @@ def gradient_(
         x.sub_((d_loss * (options.label_smoothing / options.vocab))[:, None])
     place, here = places(labels, start, x.shape[1])
     picked = torch.where(here, d_loss * (options.label_smoothing - 1), 0.0)
-    x.scatter_add_(1, place, picked[:, None])
+    x.scatter_(1, place, x.gather(1, place) + picked[:, None])  # repeatable on a GPU, too
     if slope is not None:
         x.mul_(slope)
     return x.masked_fill_((labels == options.ignore_index)[:, None], 0.0)
