@@ -287,6 +287,24 @@ def test_compiled_is_eager(world):
         assert all(same)
 
 
+def nothing() -> None:
+    with ParallelGroup(timeout=60) as group:
+        for sp in (False, True):
+            for options in ({}, {"sinks": True, "dropout": P}, {"sliding_window": 2}):
+                layer = attention(group, sequence_parallel=sp, batch_first=True, **options)
+                for packed in (None, torch.tensor([0, 0, 0])):
+                    x = torch.randn(1, 0, 20, dtype=torch.float64, requires_grad=True)
+                    y = layer(x, rows=0 if sp else None, cu_seqlens=packed)
+                    assert y.shape == x.shape
+                    y.sum().backward()
+                    finalize_gradients(layer)
+                    assert all(not p.grad.any() for p in layer.parameters())
+
+
+def test_no_tokens(world):
+    world(2).run(nothing)
+
+
 X = torch.randn(2, 3, 8)
 
 
