@@ -20,7 +20,7 @@ from tp_kernels import (
     UnsupportedError,
     linear_all_reduce,
 )
-from tp_kernels.comm import all_reduce, as_group
+from tp_kernels.comm import all_gather_object, all_reduce, as_group
 from tp_kernels.comm.topology import HostIdentity
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -136,10 +136,17 @@ def test_the_end_of_a_group(world):
 def end() -> None:
     with ParallelGroup(timeout=30) as group:
         assert works(group)
-        with pytest.raises(UnsupportedError, match="cannot be pickled"):
-            pickle.dumps(group)
+        pickled = pickle.dumps([group])
+        assert pickle.loads(pickled)[0] is group
         assert copy.deepcopy([group])[0] is group
+        of_peer = all_gather_object(pickled, group)[1 - group.rank]
+        with pytest.raises(
+            UnsupportedError, match=f"this is rank {group.rank} of 2 in this process"
+        ):
+            pickle.loads(of_peer)
     group.close()
+    with pytest.raises(UnsupportedError, match="there is none in this process"):
+        pickle.loads(pickled)
     with pytest.raises(UnsupportedError, match="is closed"):
         works(group)
     with pytest.raises(UnsupportedError, match="keep a reference"):

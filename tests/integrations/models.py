@@ -13,7 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from tp_kernels.comm import ParallelGroup
 from tp_kernels.integrations.transformers import load_parallel, parallelize
-from tp_kernels.layers import finalize_gradients, placements
+from tp_kernels.layers import (
+    finalize_gradients,
+    load_full_state_dict,
+    load_sharded,
+    placements,
+    save_sharded,
+)
 
 PROMPTS = (
     "Why is the sky blue?",
@@ -192,3 +198,37 @@ def refused(kind: str, options: dict[str, Any], parallel: dict[str, Any]) -> str
             assert before == {name: id(module) for name, module in model.named_modules()}
             return f"{type(error).__name__}: {error}"
     return "nothing was raised"
+
+
+def write_shards(directory: Path, tied: bool) -> None:
+    """A divided model in training, saved by all ranks; and its stock weights given to a divided one."""
+    with ParallelGroup(timeout=30) as group:
+        model = parallelize(small("qwen3", torch.float32, tied=tied), group, sequence_parallel=True)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        stock = small("qwen3", torch.float32, tied=tied)
+        load_full_state_dict(model, stock.state_dict())
+        same = model.full_state_dict()
+        assert list(same) == list(stock.state_dict())
+        assert all(torch.equal(value, same[name]) for name, value in stock.state_dict().items())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        model(**batch(), use_cache=False).loss.backward()
+        finalize_gradients(model)
+        optimizer.step()
+        save_sharded(directory, model, optimizer)
+
+
+def read_shards(directory: Path, tied: bool) -> dict[str, Tensor]:
+    """The unsplit weights and momenta that any number of ranks reads."""
+    with ParallelGroup(timeout=30) as group:
+        model = parallelize(small("qwen3", torch.float32, tied=tied), group)
+        optimizer = torch.optim.SGD(model.parameters(), lr=9.0, momentum=0.5)
+        load_sharded(directory, model, optimizer)
+        assert optimizer.param_groups[0]["lr"] == 0.1
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+        momenta = {
+            f"momentum {name}": place.gather(optimizer.state[parameter]["momentum_buffer"])
+            for name, parameter, place in placements(model)
+        }
+        return model.full_state_dict() | momenta

@@ -67,6 +67,19 @@ def test_save_and_load(world, tmp_path, tied):
         assert result == {"slices": True, "stock": True, "tied": tied, "class": "Qwen3ForCausalLM"}
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_shards_of_a_model(world, tmp_path, tied):
+    """q/k norms, shared KV heads and the optimizer's momenta; written by three ranks, read by others."""
+    world(3).run(models.write_shards, tmp_path, tied)
+    (expected,) = world(1).run(models.read_shards, tmp_path, tied)
+    stock = models.small("qwen3", torch.float32, tied=tied).state_dict()
+    assert not torch.equal(expected["model.norm.weight"], stock["model.norm.weight"])
+    for size in (2, 4):
+        for found in world(size).run(models.read_shards, tmp_path, tied):
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(value, found[name]) for name, value in expected.items())
+
+
 def test_refusals(world):
     small = {
         "hidden_size": 16,

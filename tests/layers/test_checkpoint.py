@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from tests.layers.state_model import Everything, equal, unsplit
 from tp_kernels.comm import ParallelGroup, Ranks, ShapeError, TpKernelsError, UnsupportedError
@@ -19,6 +22,7 @@ from tp_kernels.layers import (
     full_state_dict,
     load_full_state_dict,
     load_sharded,
+    materialize,
     placements,
     save_sharded,
     sharded_state_dict,
@@ -152,27 +156,33 @@ def test_elements_are_stored_once(world, tmp_path):
         assert stored_once(tmp_path / str(size)) == expected
 
 
-def plain_dcp(directory: Path, saving: bool) -> None:
+def plain_dcp(directory: Path, saving: str) -> None:
     """`sharded_state_dict` with torch's own save and load, nested as users nest it."""
     with ParallelGroup(timeout=30, provider="none") as group:
         model = Everything(group, torch.float64)
+        state = {"app": {"model": sharded_state_dict(model), "step": 4}}
         if saving:
             load_full_state_dict(model, unsplit(torch.float64))
-            dcp.save(
-                {"app": {"model": sharded_state_dict(model), "step": 4}}, checkpoint_id=directory
-            )
-            return
-        state = {"app": {"model": sharded_state_dict(model), "step": 0}}
-        dcp.load(state, checkpoint_id=directory)
-        assert state["app"]["step"] == 4
-        model.packed.set_extra_state(state["app"]["model"]["packed._extra_state"])
-        assert equal(full_state_dict(model), unsplit(torch.float64))
+            state["app"]["model"]["packed._extra_state"] = 5
+        if saving == "save":
+            dcp.save(state, checkpoint_id=directory)
+        elif saving == "async_save":
+            done = dcp.async_save(state, checkpoint_id=directory)
+            load_full_state_dict(model, unsplit(torch.float64, 1))  # training goes on meanwhile
+            done.result()
+        else:
+            state["app"]["step"] = 0
+            dcp.load(state, checkpoint_id=directory)
+            assert state["app"]["step"] == 4
+            model.packed.set_extra_state(state["app"]["model"]["packed._extra_state"])
+            assert equal(full_state_dict(model), unsplit(torch.float64))
 
 
-def test_plain_dcp(world, tmp_path):
-    world(4).run(plain_dcp, tmp_path, True)
+@pytest.mark.parametrize("saving", ["save", "async_save"])
+def test_plain_dcp(world, tmp_path, saving):
+    world(4).run(plain_dcp, tmp_path, saving)
     for size in (2, 3):
-        world(size).run(plain_dcp, tmp_path, False)
+        world(size).run(plain_dcp, tmp_path, "")
 
 
 def errors(directory: Path, full: Path) -> dict[str, str]:
@@ -301,3 +311,66 @@ def test_a_failed_save(world, tmp_path):
     for text in world(3).run(fails, tmp_path):
         assert "failed on ranks {1: 'OSError: no space left on device'}" in text
     assert not (tmp_path / ".metadata").exists()
+
+
+def fully_sharded(group: ParallelGroup, mesh: DeviceMesh) -> Everything:
+    """The model, whose slices FSDP2 divides over "dp": rows of rows, of packed and of shared ones too."""
+    model = Everything(group, torch.float32)
+    fully_shard(model.packed, mesh=mesh, ignored_params={model.packed.scale})  # it takes no scalars
+    fully_shard(model.qkv, mesh=mesh)
+    fully_shard(model, mesh=mesh, ignored_params={model.packed.scale})
+    assert isinstance(model.qkv.k_proj.weight, DTensor)
+    return model
+
+
+def fsdp(directory: Path, saving: bool) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with ParallelGroup(mesh["tp"], timeout=30, provider="none") as group:
+        with torch.device("meta"):
+            empty = fully_sharded(group, mesh["dp"])
+        with pytest.raises(UnsupportedError, match="materialize before fully_shard"):
+            materialize(empty)
+        model = fully_sharded(group, mesh["dp"])
+        optimizer = torch.optim.AdamW(model.parameters())
+        if saving:
+            for seed in (4, 1):
+                expected = unsplit(torch.float32, seed)
+                load_full_state_dict(model, expected)
+                assert equal(full_state_dict(model), expected)
+            for parameter in model.parameters():
+                parameter.grad = 3 * parameter.detach()
+            optimizer.step()
+            save_sharded(directory, model, optimizer)
+        else:
+            load_sharded(directory, model, optimizer)
+        return full_state_dict(model) | whole_moments(model, optimizer)
+
+
+def whole_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    placed = {id(p): place for _, p, place in placements(model)}
+    whole = {}
+    for name, parameter in model.named_parameters():
+        moment = optimizer.state[parameter]["exp_avg"]
+        moment = moment.full_tensor() if isinstance(moment, DTensor) else moment
+        place = placed.get(id(parameter))
+        whole[f"moment.{name}"] = moment if place is None else place.gather(moment)
+    return whole
+
+
+def without_fsdp(directory: Path) -> dict[str, Any]:
+    with ParallelGroup(timeout=30, provider="none") as group:
+        model = Everything(group, torch.float32)
+        optimizer = torch.optim.AdamW(model.parameters())
+        load_sharded(directory, model, optimizer)
+        return full_state_dict(model) | whole_moments(model, optimizer)
+
+
+def test_fully_shard_around_divided_layers(world, tmp_path):
+    expected = world(4).run(fsdp, tmp_path, True)
+    assert not torch.equal(expected[0]["row.weight"], unsplit(torch.float32, 1)["row.weight"])
+    grad = 3 * unsplit(torch.float32, 1)["qkv.k_proj.weight"]
+    torch.testing.assert_close(
+        expected[0]["moment.qkv.k_proj.weight"], grad / 10, rtol=1e-5, atol=0
+    )
+    found = world(4).run(fsdp, tmp_path, False) + world(3).run(without_fsdp, tmp_path)
+    assert all(equal(state, expected[0]) for state in expected + found)

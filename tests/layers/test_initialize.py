@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.layers.state_model import equal
+from tests.layers.state_model import Transformer, equal
 from tp_kernels.comm import ParallelGroup, UnsupportedError, split_range
 from tp_kernels.layers import (
     ColumnParallelLinear,
@@ -90,6 +90,26 @@ def test_a_seed_leaves_the_generators_alone(world):
     for state, drawn in world(3).run(built, 11, torch.float32, True):
         assert equal(state, expected)
         assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(3)))
+
+
+def transformer(meta: bool) -> dict[str, Tensor]:
+    with ParallelGroup(timeout=30) as group:
+        with torch.device("meta" if meta else "cpu"):
+            torch.manual_seed(6)
+            model = Transformer(group, torch.float32)
+        if meta:
+            materialize(model, seed=6)
+        assert len(list(placements(model))) == len(list(model.parameters()))
+        return full_state_dict(model)
+
+
+def test_whole_blocks_start_alike(world):
+    """Packed and shared heads, packed MLPs, sinks, norms and a tied head, built anywhere."""
+    ((expected),) = world(1).run(transformer, False)
+    for size in (1, 2, 3, 4):
+        for meta in (False, True):
+            for state in world(size).run(transformer, meta):
+                assert equal(state, expected)
 
 
 class Partly(nn.Module):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import pickle
 import weakref
 
 import pytest
@@ -11,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.layers.state_model import SHAPES, Everything, equal, unsplit
-from tp_kernels.comm import ParallelGroup, ShapeError, TpKernelsError, UnsupportedError
+from tests.layers.state_model import SHAPES, Everything, Transformer, equal, step, unsplit
+from tp_kernels.comm import ParallelGroup, Ranks, ShapeError, TpKernelsError, UnsupportedError
 from tp_kernels.layers import (
     ColumnParallelLinear,
     VocabParallelEmbedding,
@@ -286,6 +288,40 @@ def test_dtensors_need_a_process_group():
         as_dtensor(layer.weight, layer.placements["weight"])
 
 
+def transformer(state: dict[str, Tensor] | None, moved: str) -> list[dict[str, Tensor]]:
+    """State and one training step of a transformer with that state, itself or moved in some way."""
+    with ParallelGroup(timeout=30, provider="none") as group:
+        torch.manual_seed(1)
+        model = Transformer(group, torch.float64)
+        if state is not None:
+            load_full_state_dict(model, state)
+        before = step(model)
+        if moved == "copied":
+            model = copy.deepcopy(model)
+        elif moved == "pickled":
+            model = pickle.loads(pickle.dumps(model))
+        elif moved == "sliced":
+            slices = model.state_dict()
+            model = Transformer(group, torch.float64)
+            model.load_state_dict(slices)
+        assert equal(step(model), before)
+        return [full_state_dict(model), before]
+
+
+def test_transformer(world):
+    """The state of one rank gives the same numbers on any number of ranks; so does a copy."""
+    ((state, expected),) = world(1).run(transformer, None, "")
+    ways = {1: "copied", 2: "pickled", 3: "copied", 4: "sliced"}
+    for size, moved in ways.items():
+        for found, numbers in world(size).run(transformer, state, moved):
+            assert equal(found, state)
+            assert numbers.keys() == expected.keys()
+            for name, value in numbers.items():
+                # about 100 dependent roundings of 1.1e-16, in sums of up to 100 terms
+                scale = expected[name].abs().max()
+                assert (value - expected[name]).abs().max() <= 1e-13 * scale, name
+
+
 def copies() -> bool:
     with ParallelGroup(timeout=30, provider="none") as group:
         model = loaded(group, torch.float64)
@@ -302,3 +338,54 @@ def copies() -> bool:
 
 def test_deepcopy(world):
     assert world(2).run(copies) == [True, True]
+
+
+def pickled() -> bytes:
+    """A whole module in bytes; in the process that made it, it comes back in the same group."""
+    with ParallelGroup(timeout=30, provider="none") as group:
+        model = loaded(group, torch.float64)
+        file = io.BytesIO()
+        torch.save(model, file)
+        check_unpickled(file.getvalue(), group)
+        return file.getvalue()
+
+
+def check_unpickled(data: bytes, group: ParallelGroup) -> None:
+    twin = torch.load(io.BytesIO(data), weights_only=False)
+    assert twin.head.weight is twin.embed.weight and twin.embed.group is group
+    assert twin.column.placements["weight"].group is group
+    assert equal(full_state_dict(twin), unsplit(torch.float64))
+    x = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    column = nn.functional.linear(
+        x, *(unsplit(torch.float64)[f"column.{n}"] for n in ("weight", "bias"))
+    )
+    found = twin.row(twin.column(x))
+    expected = nn.functional.linear(
+        column, *(unsplit(torch.float64)[f"row.{n}"] for n in ("weight", "bias"))
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+    with pytest.raises(ShapeError, match="load_full_state_dict"):  # its hooks came along
+        twin.load_state_dict(unsplit(torch.float64))
+
+
+def unpickled(data: list[bytes]) -> str:
+    """In other processes: without a group, and with the group that a new run makes first."""
+    try:
+        torch.load(io.BytesIO(data[dist.get_rank()]), weights_only=False)
+    except UnsupportedError as error:
+        text = str(error)
+    with ParallelGroup(timeout=30, provider="none") as group:
+        check_unpickled(data[group.rank], group)
+    return text
+
+
+def test_pickling():
+    with Ranks(2) as ranks:
+        data = ranks.run(pickled)
+    with Ranks(2) as ranks:
+        assert all("there is none in this process" in text for text in ranks.run(unpickled, data))
+    with pytest.raises(UnsupportedError, match="load a state"):
+        torch.load(io.BytesIO(data[0]), weights_only=False)
+    alone = pickle.loads(pickle.dumps(Everything(ParallelGroup(), torch.float64)))
+    gc.collect()  # the group that it was made in
+    assert alone.row(alone.column(torch.zeros(1, 6, dtype=torch.float64))).shape == (1, 6)

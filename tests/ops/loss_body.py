@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from tests.oracle import digest, lay_out
 from tp_kernels import ParallelGroup, split_sizes
@@ -376,3 +378,35 @@ def variants(base: Case) -> list[Case]:
         {"layout": "transposed", "vocab": 17, "cap": 10.0},
     ]
     return [replace(base, seed=seed, **change) for seed, change in enumerate(changes)]
+
+
+def peak_bytes(function: Callable[[], object]) -> int:
+    """Most bytes of tensors that lived at a time beyond those from before, as torch's allocator counts."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        function()
+    now = peak = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return peak
+
+
+def main_gradients(cases: list[Case]) -> None:
+    """Body of a rank: what main_grad held, and the gradient on top; none from autograd."""
+    with ParallelGroup(timeout=30) as group:
+        for case in cases:
+            leaves, labels, upstream = linear_leaves(case, group)
+            w = leaves["w"]
+            w.main_grad = torch.full(w.shape, 3.0, dtype=torch.float32)
+            w.grad_added_to_main_grad = False
+            for _ in range(2):
+                call_linear(case, leaves, labels, group).backward(upstream)
+            assert w.grad_added_to_main_grad and not w.grad.any(), case
+            exact, allowed = linear_oracle(case, labels.reshape(-1), group.size)
+            start, width = case.shards(group.size)[group.rank]
+            part = slice(start, start + width)
+            value, bound = 2 * exact["w"][part] + 3, 2 * allowed["w"][part]
+            bound = bound + torch.finfo(torch.float32).eps * (value.abs() + 6)
+            close(w.main_grad, value, bound, case, group, "main_grad")
+            close(leaves["h"].grad, *(2 * t for t in (exact["h"], allowed["h"])), case, "h")

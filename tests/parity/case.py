@@ -115,7 +115,8 @@ class Entry:
         parts: how inputs and outputs are divided.
         sp: whether sequence parallelism is an axis.
         allowed: which combinations of options exist.
-        worlds: sizes of groups, by options.
+        worlds: sizes of groups.
+        wide: outputs are in fp32 where the layer is in bf16.
     """
 
     options: Mapping[str, Sequence[Any]]
@@ -128,6 +129,7 @@ class Entry:
     sp: Sequence[bool] = (False, True)
     allowed: Callable[[Case, Options], bool] = lambda case, o: True
     worlds: Sequence[int] = (1, 2, 3, 4)
+    wide: bool = False
     dtypes: Sequence[torch.dtype] = field(default=(torch.float64, torch.float32, torch.bfloat16))
 
 
@@ -204,11 +206,12 @@ def compute(case: Case, shapes: dict[str, tuple[int, ...]]) -> dict[str, Held]:
             mine = parts[name].cut(draw(f"input {name}", shape), rank).contiguous()
             leaves[name] = mine.to(case.dtype).requires_grad_()
         outputs = entry.call(setting, module, leaves)
+        dtype = torch.promote_types(case.dtype, torch.float32) if entry.wide else case.dtype
         gradients = []
         for name, y in outputs.items():
-            assert y.dtype == case.dtype, f"{name}: {y.dtype}"
+            assert y.dtype == dtype, f"{name}: {y.dtype}"
             shape = shapes[f"output {name}"]
-            gradient = parts[name].cut(draw(f"input gradient {name}", shape), rank).to(case.dtype)
+            gradient = parts[name].cut(draw(f"input gradient {name}", shape), rank).to(dtype)
             if parts[name].copies:  # the dense output has its gradient once
                 index = parts[name].cut(positions(shape), rank)
                 earlier = [parts[name].cut(positions(shape), r).flatten() for r in range(rank)]

@@ -15,10 +15,10 @@ FULL = os.environ.get("TP_KERNELS_PARITY") == "full"
 
 
 def product(layer: str, entry: Entry) -> list[Case]:
-    """All cases of a layer that exist."""
+    """All cases of a layer that exist; those of one reference follow each other."""
     cases = []
-    axes = (entry.worlds, entry.sp, entry.dtypes, *entry.options.values())
-    for world, sp, dtype, *values in itertools.product(*axes):
+    axes = (*entry.options.values(), entry.worlds, entry.sp, entry.dtypes)
+    for *values, world, sp, dtype in itertools.product(*axes):
         options = tuple(zip(entry.options, values, strict=True))
         case = Case(layer, world, sp, dtype, options)
         if entry.allowed(case, Options(**dict(options))):
@@ -52,7 +52,7 @@ def covering(cases: list[Case], seed: str) -> list[Case]:
             break
         else:  # late: only cases that still have something to show
             pool = [case for case in pool if not missing.isdisjoint(groups(case))]
-    return sorted(chosen, key=str)
+    return sorted(chosen, key=lambda case: repr(case.options))
 
 
 def all_cases(full: bool) -> list[Case]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import attention, linear, pointwise, vocabulary
+from . import attention, block, linear, pointwise, vocabulary
 from .case import Entry
 
 ENTRIES: dict[str, Entry] = {
@@ -10,4 +10,5 @@ ENTRIES: dict[str, Entry] = {
     **attention.ENTRIES,
     **vocabulary.ENTRIES,
     **pointwise.ENTRIES,
+    **block.ENTRIES,
 }

@@ -109,39 +109,96 @@ ROW = Entry(
 
 
 def mlp_parameters(o: Options) -> dict[str, Any]:
-    shapes = linear_parameters(o, INNER, OUTER, "up_proj.")
-    if o.gated:
-        shapes |= linear_parameters(o, INNER, OUTER, "gate_proj.")
-    return shapes | linear_parameters(o, OUTER, INNER, "down_proj.")
-
-
-def dense_mlp(r: Rounding, o: Options, p: Named, x: Named) -> Named:
-    def linear(y: Tensor, name: str) -> Tensor:
-        return r.linear(y, p[f"{name}_proj.weight"], p.get(f"{name}_proj.bias"))
-
-    up = linear(x["x"], "up")
-    if o.gated:
-        up = r(r.activation(linear(x["x"], "gate"), o.activation) * up)
+    shapes: dict[str, Any] = {}
+    if o.packed:
+        shapes |= linear_parameters(o, INNER, 2 * OUTER, "gate_up_proj.")
     else:
+        for name in ("gate_proj.", "up_proj.") if o.gated else ("up_proj.",):
+            shapes |= linear_parameters(o, INNER, OUTER, name)
+    return shapes | linear_parameters(o, OUTER, INNER, "down_proj.") | norm_parameters(o, "norm.")
+
+
+def norm_parameters(o: Options, name: str) -> dict[str, Any]:
+    if o.norm is None:
+        return {}
+    bias = {f"{name}bias": (INNER,)} if o.norm == "layer" else {}
+    return {f"{name}weight": (INNER,)} | bias
+
+
+def dense_norm(r: Rounding, o: Options, p: Named, x: Tensor, name: str) -> Tensor:
+    if o.norm == "rms":
+        return r.rms_norm(x, p[f"{name}weight"])
+    return r.layer_norm(x, p[f"{name}weight"], p[f"{name}bias"])
+
+
+def dense_mlp(r: Rounding, o: Options, p: Named, x: Named, prefix: str = "") -> Named:
+    def linear(y: Tensor, name: str) -> Tensor:
+        name = f"{prefix}{name}_proj."
+        return r.linear(y, p[f"{name}weight"], p.get(f"{name}bias"))
+
+    y = total = r(x["x"] + x["residual"]) if "residual" in x else x["x"]
+    if o.norm:
+        y = dense_norm(r, o, p, y, f"{prefix}norm.")
+    if o.packed:
+        both = linear(y, "gate_up")
+        order = (2, OUTER) if o.packed == "blocks" else (OUTER, 2)
+        gate, up = both.unflatten(-1, order).unbind(-2 if o.packed == "blocks" else -1)
+    else:
+        gate, up = linear(y, "gate") if o.gated else None, linear(y, "up")
+    if gate is None:
         up = r.activation(up, o.activation)
-    return {"y": linear(up, "down")}
+    else:
+        up = r(r.activation(gate, o.activation) * up)
+    return {"y": linear(up, "down")} | ({"sum": total} if "residual" in x else {})
+
+
+def call_mlp(s: Setting, layer: Any, x: Named) -> Named:
+    y = layer(x["x"], rows_of(s, s.o), x.get("residual"))
+    return dict(zip(("y", "sum"), y, strict=True)) if s.o.residual else {"y": y}
+
+
+def mlp_inputs(o: Options) -> dict[str, Any]:
+    shape = (BATCH, o.tokens, INNER)
+    return {"x": shape} | ({"residual": shape} if o.residual else {})
+
+
+def mlp_allowed(case: Case, o: Options) -> bool:
+    usual = o.activation in ("silu", "gelu")  # the others meet neither packing nor norms
+    return (
+        (o.gated or o.packed is None)
+        and (o.norm is not None or not o.residual)
+        and (usual or (o.packed is None and o.norm is None))
+    )
 
 
 MLP = Entry(
     options={
-        "tokens": TOKENS,
+        "tokens": (5,),
         "bias": FLAGS,
         "gated": FLAGS,
-        "activation": ("silu", "gelu", "gelu_tanh", "relu"),
+        "packed": (None, "blocks", "interleaved"),
+        "activation": ("silu", "gelu", "gelu_tanh", "relu", "relu2"),
+        "norm": (None, "rms", "layer"),
+        "residual": FLAGS,
+        "batch_first": (None,),
     },
     parameters=mlp_parameters,
-    inputs=lambda o: {"x": (BATCH, o.tokens, INNER)},
+    inputs=mlp_inputs,
     dense=dense_mlp,
     build=lambda s: ParallelMLP(
-        INNER, OUTER, activation=s.o.activation, gated=s.o.gated, bias=s.o.bias, **s.common
+        INNER,
+        OUTER,
+        activation=s.o.activation,
+        gated=s.o.gated,
+        packed=s.o.packed,
+        norm=s.o.norm,
+        bias=s.o.bias,
+        batch_first=s.o.batch_first,
+        **s.common,
     ),
-    call=lambda s, layer, x: {"y": layer(x["x"], rows_of(s, s.o))},
-    parts=lambda s: {"x": Part(s.tokens), "y": Part(s.tokens)},
+    call=call_mlp,
+    parts=lambda s: dict.fromkeys(("x", "residual", "y", "sum"), Part(s.tokens)),
+    allowed=mlp_allowed,
 )
 
 ENTRIES = {"column": COLUMN, "row": ROW, "mlp": MLP}

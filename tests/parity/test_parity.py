@@ -1,7 +1,7 @@
 """Every layer with its options against dense float64: outputs and all gradients, element by element.
 
-Runs a choice of cases that has every three values of three axes together (among them every world size with and
-without sequence parallelism, in every dtype); with TP_KERNELS_PARITY=full, all there are (`make test-full`).
+A choice of cases has every three values of three axes together, among them every world size with and
+without sequence parallelism in every dtype; with TP_KERNELS_PARITY=full, all there are (`make test-full`).
 """
 
 from __future__ import annotations

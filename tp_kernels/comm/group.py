@@ -42,6 +42,7 @@ T = TypeVar("T")
 _HostFault: type[Exception] = _host.Fault if _host is not None else TpKernelsError
 # What the functions of `ShortWay` count as, if not as "host".
 _SHORT_WAY = {"copy_linear": "local"}
+_SINGLE = "tp_kernels:single:"  # begins the names of groups without torch.distributed
 _shared: dict[str, ParallelGroup] = {}  # by process group: what `as_group` made
 _groups: weakref.WeakValueDictionary[str, ParallelGroup] = weakref.WeakValueDictionary()
 
@@ -131,7 +132,7 @@ class ParallelGroup:
         self._obstacle: str | None = None
         self.rendezvous: Rendezvous | None = None
         if self.process_group is None:
-            self.name = f"tp_kernels:single:{id(self):x}"
+            self.name = f"{_SINGLE}{id(self):x}"
         else:
             self.name = self._meet(
                 self.process_group, provider, check, window, communication_thread
@@ -379,10 +380,23 @@ class ParallelGroup:
         return self  # a copied module still works in the same group
 
     def __reduce__(self) -> Any:
+        return _group_of_pickle, (self.name, self.rank, self.size)
+
+
+def _group_of_pickle(name: str, rank: int, size: int) -> ParallelGroup:
+    """The group that a pickled module works in: the live one of its name, as it was for this rank."""
+    group = _groups.get(name)
+    initialized = dist.is_available() and dist.is_initialized()
+    if group is None and name.startswith(_SINGLE) and not initialized:
+        return ParallelGroup()  # one rank is like another
+    if group is None or (group.rank, group.size) != (rank, size):
+        here = "there is none" if group is None else f"this is rank {group.rank} of {group.size}"
         raise UnsupportedError(
-            "a ParallelGroup belongs to the processes that made it and cannot be pickled; save "
-            "state_dict() instead of the module"
+            f"unpickling what belongs to rank {rank} of {size} of ParallelGroup '{name}': {here} in this "
+            "process. A group is not pickled, only its name: construct the groups in the same order first, "
+            "or build the module and load a state (full_state_dict, save_sharded) on any number of ranks"
         )
+    return group
 
 
 def as_group(group: GroupLike) -> ParallelGroup:

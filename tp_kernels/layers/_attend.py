@@ -44,6 +44,11 @@ class AttentionOptions:
         if not 0 <= self.dropout <= 1:
             raise UnsupportedError(f"dropout={self.dropout} is no probability, 0 to 1")
 
+    def window(self, total: int) -> int | None:
+        """The sliding window, or None where it hides none of `total` tokens."""
+        window = self.sliding_window
+        return window if window is not None and total > window + (not self.causal) else None
+
 
 def needs_scores(options: AttentionOptions, sinks: bool, training: bool) -> list[str]:
     """Reasons why scores have to be in memory; none: torch's kernel does it."""
@@ -71,20 +76,23 @@ def attend(
     Args:
         q: [b, n, s, D], the last s of the t tokens (of another text, where nothing depends on positions).
         k, v: [b, n_kv, t, D].
-        mask: [1 or b, 1 or n, 1 or s, 1 or t], bool (True: may be seen) or added to the scores.
+        mask: [1 or b, 1 or n, 1 or s, 1 or at least t, of which the last count], bool (True: may be seen)
+            or added to the scores.
         sinks: [n], a logit of each head that takes part in the softmax and has no value (gpt-oss).
         draw_key: in training, makes the keys of dropout, equal on all ranks.
 
     Returns:
         [b, n, s, D]; zeros for a query that sees nothing.
     """
+    if mask is not None and mask.shape[3] > k.shape[2]:
+        mask = mask[..., mask.shape[3] - k.shape[2] :]
     if not needs_scores(options, sinks is not None, draw_key is not None):
         return _by_kernel(q, k, v, options, shard, mask)
     heads = shard.kv_of_query()
     if heads != list(range(k.shape[1])):
         k, v = k[:, heads], v[:, heads]
     outputs = []
-    for start in range(0, q.shape[2], CHUNK):
+    for start in range(0, max(q.shape[2], 1), CHUNK):  # once also for no tokens
         rows = range(start, min(start + CHUNK, q.shape[2]))
         seen = mask if mask is None or mask.shape[2] == 1 else mask[:, :, start : rows.stop]
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -113,8 +121,8 @@ def _by_kernel(
     mask: Tensor | None,
 ) -> Tensor:
     length, total = q.shape[2], k.shape[2]
-    plain = options.causal and options.sliding_window is None and not options.alibi and mask is None
-    is_causal = plain and length == total > 1
+    plain = options.window(total) is None and not options.alibi and mask is None
+    is_causal = options.causal and plain and length == total > 1
     if not is_causal:
         rows = range(length)
         mask = total_mask(options, shard, rows, length, total, q.device, mask, q.dtype)
@@ -150,7 +158,7 @@ def total_mask(
 
     rows: the queries concerned, of the last `length` of `total` tokens.
     """
-    window, causal = options.sliding_window, options.causal
+    window, causal = options.window(total), options.causal
     distance = None
     seen = None
     if (causal and length > 1) or window is not None or options.alibi:
@@ -178,7 +186,9 @@ def total_mask(
 
 
 def _scores(q: Tensor, k: Tensor, options: AttentionOptions) -> Tensor:
-    scores = q @ k.mT * (q.shape[-1] ** -0.5 if options.scale is None else options.scale)
+    with torch.autocast(q.device.type, enabled=False):  # in fp32 as in torch's kernel
+        scores = q @ k.mT
+    scores = scores * (q.shape[-1] ** -0.5 if options.scale is None else options.scale)
     return (
         scores
         if options.softcap is None
@@ -216,10 +226,8 @@ def alibi_slopes(heads: int) -> Tensor:
     return torch.tensor(slopes, dtype=torch.float32)
 
 
-def local_mask(
-    mask: Tensor, shard: HeadShard, batch: int, length: int, total: int, t: int
-) -> Tensor:
-    """A caller's mask for this rank's heads and the t tokens held of `total`, as [.., .., .., ..]."""
+def local_mask(mask: Tensor, shard: HeadShard, batch: int, length: int, total: int) -> Tensor:
+    """A caller's mask for this rank's heads: [1 or batch, 1 or n, 1 or length, 1 or total]."""
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise UnsupportedError(
             f"attention_mask has dtype {mask.dtype}; pass bool (True: may be seen) or numbers to add, for a "
@@ -234,4 +242,4 @@ def local_mask(
             f"attention_mask is {tuple(mask.shape)}; it must broadcast to [{batch}, {shard.heads} heads, or "
             f"this rank's {shard.num_heads}, {length} queries, {total} tokens so far]"
         )
-    return full[..., total - t :] if full.shape[-1] == total > 1 else full
+    return full

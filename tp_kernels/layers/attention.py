@@ -175,31 +175,47 @@ class ParallelAttention(QKVParallelLinear):
         cu_seqlens: Tensor | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        self._check(x, position_ids, attention_mask, cache, context, cu_seqlens, rotary)
-        if self.context_size is not None and cache is not None and cache.length:
-            (q,) = self.queries(x, rows)
-            q = self._heads(q, self.q_norm)
+        self._check(x, position_ids, cache, context, context_rows, cu_seqlens, rotary)
+        batch, length = self._sizes(x, rows)
+        past = 0 if cache is None else cache.length
+        ready = self.context_size is not None and past > 0  # keys and values of the context
+        mask = bounds = None
+        if attention_mask is not None:
+            if cu_seqlens is not None:
+                raise UnsupportedError("ParallelAttention: cu_seqlens with an attention_mask")
+            total = past if ready else past + length
+            total = total if context is None else self._sizes(context, context_rows)[1]
+            mask = local_mask(attention_mask, self.shard, batch, length, total)
+        if cu_seqlens is not None:
+            bounds = _bounds(cu_seqlens, length)
+        if self.rotary is not None and rotary is None:
+            if position_ids is None:
+                rotary = self.rotary(*_positions(past, length, bounds, x.device))
+            elif position_ids.shape in ((length,), (1, length), (batch, length)):
+                rotary = self.rotary(position_ids)
+            else:
+                raise ShapeError(
+                    f"position_ids are {tuple(position_ids.shape)} for {batch} sequences of {length} "
+                    "tokens; expected [s] or [b, s]"
+                )
+        if cache is not None and ready:
+            q = self._heads(self.queries(x, rows)[0], self.q_norm)
             k, v = cache.view()
         else:
             q, k, v = self._project(x, rows, context, context_rows)
-            bounds = None if cu_seqlens is None else _bounds(cu_seqlens, q.shape[1])
-            if self.rotary is not None:
-                if rotary is None:
-                    rotary = self._tables(position_ids, cache, bounds, q)
+            if self.rotary is not None and rotary is not None:
                 pairs = self.rotary.options.interleaved
                 q, k = (apply_rotary(y, *rotary, interleaved=pairs) for y in (q, k))
             k, v = k.transpose(1, 2), v.transpose(1, 2)
             if cache is not None:
                 k, v = cache.append(k, v)
-            if bounds is not None:
-                return self._output(self._packed(q.transpose(1, 2), k, v, bounds))
         q = q.transpose(1, 2)
-        if attention_mask is not None:
-            total = k.shape[2] if cache is None else cache.length
-            attention_mask = local_mask(
-                attention_mask, self.shard, q.shape[0], q.shape[2], total, k.shape[2]
+        if k.shape[0] != batch:
+            raise ShapeError(
+                f"ParallelAttention: {batch} sequences of x and {k.shape[0]} of the context"
             )
-        return self._output(self._attend(q, k, v, attention_mask))
+        y = self._attend(q, k, v, mask) if bounds is None else self._packed(bounds, q, k, v)
+        return self._output(y)
 
     def explain(self) -> str:
         """Which way attention goes, and why."""
@@ -210,6 +226,13 @@ class ParallelAttention(QKVParallelLinear):
 
     def extra_repr(self) -> str:
         return f"{self.shard}, {self.options}, {self.explain()}"
+
+    def _sizes(self, x: Tensor, rows: int | None) -> tuple[int, int]:
+        """Sequences and unsplit length of x."""
+        batch, length = x.shape[:2] if self.batch_first else (x.shape[1], x.shape[0])
+        if self.sequence_parallel:
+            length = length * self.o_proj.group.size if rows is None else rows
+        return batch, length
 
     def _project(
         self, x: Tensor, rows: int | None, context: Tensor | None, context_rows: int | None
@@ -224,32 +247,7 @@ class ParallelAttention(QKVParallelLinear):
         y = y if self.batch_first else y.transpose(0, 1)
         return y if norm is None else norm(y)
 
-    def _tables(
-        self,
-        position_ids: Tensor | None,
-        cache: KVCache | None,
-        bounds: list[int] | None,
-        q: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        assert self.rotary is not None
-        lengths = None
-        if position_ids is None:
-            past = cache.length if cache is not None else 0
-            position_ids = torch.arange(past, past + q.shape[1], device=q.device)
-            if bounds is not None:
-                sizes = torch.tensor(bounds).diff()
-                position_ids = position_ids - torch.tensor(bounds[:-1]).repeat_interleave(sizes).to(
-                    q.device
-                )
-                lengths = sizes.repeat_interleave(sizes).to(q.device)
-        elif position_ids.shape not in ((q.shape[1],), (1, q.shape[1]), q.shape[:2]):
-            raise ShapeError(
-                f"position_ids are {tuple(position_ids.shape)} for {q.shape[0]} sequences of {q.shape[1]} "
-                "tokens; expected [s] or [b, s]"
-            )
-        return self.rotary(position_ids, lengths)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         draw = self._draw_key if self.training else None
         return attend(q, k, v, self.options, self.shard, mask=mask, sinks=self.sinks, draw_key=draw)
 
@@ -260,11 +258,11 @@ class ParallelAttention(QKVParallelLinear):
         with self.streams.fork("same"):
             return draw_key(device)
 
-    def _packed(self, q: Tensor, k: Tensor, v: Tensor, bounds: list[int]) -> Tensor:
+    def _packed(self, bounds: list[int], *qkv: Tensor) -> Tensor:
         """Each text alone: the work is the sum of their squares, not the square of their sum."""
         sizes = [stop - start for start, stop in pairwise(bounds)]
-        parts = zip(*(t.split(sizes, dim=2) for t in (q, k, v)), strict=True)
-        return torch.cat([self._attend(q, k, v, None) for q, k, v in parts], dim=2)
+        parts = zip(*(t.split(sizes, dim=2) for t in qkv), strict=True)
+        return torch.cat([self._attend(*part) for part in parts], dim=2)
 
     def _output(self, y: Tensor) -> Tensor:
         """[b, n, s, D] -> projected, in the layout of x."""
@@ -276,9 +274,9 @@ class ParallelAttention(QKVParallelLinear):
         self,
         x: Tensor,
         position_ids: Tensor | None,
-        attention_mask: Tensor | None,
         cache: KVCache | None,
         context: Tensor | None,
+        context_rows: int | None,
         cu_seqlens: Tensor | None,
         rotary: tuple[Tensor, Tensor] | None,
     ) -> None:
@@ -298,8 +296,8 @@ class ParallelAttention(QKVParallelLinear):
                 "sequence_parallel=False"
             )
         if cu_seqlens is not None:
-            if cache is not None or attention_mask is not None or self.context_size is not None:
-                refuse("cu_seqlens with a cache, an attention_mask or context_size")
+            if cache is not None or self.context_size is not None:
+                refuse("cu_seqlens with a cache or context_size")
             if x.shape[0 if self.batch_first else 1] != 1:
                 raise ShapeError(
                     f"ParallelAttention: cu_seqlens with x {tuple(x.shape)}: texts are packed into one "
@@ -316,10 +314,23 @@ class ParallelAttention(QKVParallelLinear):
             and context is not None
         ):
             refuse("context with a cache that holds it already; leave it out, or reset() the cache")
+        if context_rows is not None and context is None:
+            refuse("context_rows= without a context")
         window = cache.window if cache is not None else None
         mine = self.options.sliding_window if self.options.causal else None
         if window is not None and (mine is None or mine > window):
             refuse(f"a cache of window={window} for sliding_window={mine} forgets too early")
+
+
+def _positions(
+    past: int, length: int, bounds: list[int] | None, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Default positions [s], and of packed texts the length of each token's."""
+    if bounds is None:
+        return torch.arange(past, past + length, device=device), None
+    starts, sizes = torch.tensor(bounds[:-1]), torch.tensor(bounds).diff()
+    positions = torch.arange(length) - starts.repeat_interleave(sizes)
+    return positions.to(device), sizes.repeat_interleave(sizes).to(device)
 
 
 def _bounds(cu_seqlens: Tensor, total: int) -> list[int]:

@@ -37,7 +37,7 @@ def materialize(
 
     Raises:
         UnsupportedError: modules with meta tensors of their own, but without reset_parameters(), and
-            tensors that it does not fill. The first before anything is changed.
+            tensors that it does not fill; DTensors. All but the second before anything is changed.
     """
     device = torch.device(device)
     mine = [
@@ -45,6 +45,12 @@ def materialize(
         for name, module in model.named_modules()
         if any(tensor.is_meta for tensor in _own(module).values())
     ]
+    for name, module in mine:
+        if any(is_dtensor(tensor) for tensor in _own(module).values()):
+            raise UnsupportedError(
+                f"materialize: {name} ({type(module).__name__}) holds DTensors; materialize before "
+                "fully_shard"
+            )
     lost = [
         f"{name or '(the model)'} ({type(module).__name__}: {', '.join(_own(module))})"
         for name, module in mine
@@ -58,7 +64,7 @@ def materialize(
     made: dict[int, Tensor] = {}
     with _seeded(seed, device):
         for name, module in mine:
-            fresh = _allocate(name, module, device, made)
+            fresh = _allocate(module, device, made)
             kept = {k: t.detach().clone() for k, t in _own(module).items() if k not in fresh}
             module.reset_parameters()
             own = _own(module)
@@ -125,9 +131,7 @@ def _own(module: nn.Module) -> dict[str, Tensor]:
     return own | dict(module.named_buffers(recurse=False, remove_duplicate=False))
 
 
-def _allocate(
-    prefix: str, module: nn.Module, device: torch.device, made: dict[int, Tensor]
-) -> list[str]:
+def _allocate(module: nn.Module, device: torch.device, made: dict[int, Tensor]) -> list[str]:
     """Exchange the module's own meta tensors for real ones, tied ones for the same; names of new ones.
 
     NaN shows what nobody fills.
@@ -136,10 +140,6 @@ def _allocate(
     for name, old in _own(module).items():
         if not old.is_meta:
             continue
-        if is_dtensor(old):
-            raise UnsupportedError(
-                f"materialize: '{prefix}.{name}' is a DTensor; materialize before fully_shard"
-            )
         if id(old) not in made:
             new = torch.empty_like(old, device=device, requires_grad=False)
             if new.is_floating_point():

@@ -74,15 +74,21 @@ class ParamPlacement:
             raise ShapeError(
                 f"{len(self.ranges)} ranges {self.ranges} for {where} on {self.group.size} ranks"
             )
+        every: list[Piece] = []
         for rank in range(self.group.size):
             held = sorted(piece for piece in self.pieces(rank) if piece[0] != piece[1])
             if any(not 0 <= start < stop <= size for start, stop in held):
                 raise ShapeError(f"rank {rank} holds {self.ranges[rank]}: not inside {where}")
             if any(b[0] < a[1] for a, b in pairwise(held)):
                 raise ShapeError(f"rank {rank} holds {self.ranges[rank]} of {where}: they overlap")
-        covered = sum(stop - start for r in range(self.group.size) for start, stop in self.owned(r))
+            every += held
+        covered = 0
+        for start, stop in sorted(every):
+            if start > covered:
+                break
+            covered = max(covered, stop)
         if covered != size:
-            raise ShapeError(f"ranges {self.ranges} do not cover {where}: {covered} of {size}")
+            raise ShapeError(f"ranges {self.ranges} do not cover {where}: nobody holds {covered}")
 
     @property
     def overlapping(self) -> bool:

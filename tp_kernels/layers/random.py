@@ -111,18 +111,7 @@ class RandomStreams:
         return checkpoint(function, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
 
     def _contexts(self) -> tuple[Any, Any]:
-        states, active = dict(self._states), self._active
-
-        @contextmanager
-        def recompute() -> Iterator[None]:
-            now = self._states, self._active, self._replaying
-            self._states, self._active, self._replaying = dict(states), active, True
-            try:
-                yield
-            finally:
-                self._states, self._active, self._replaying = now
-
-        return nullcontext(), recompute()
+        return nullcontext(), _Replay(self)
 
     def _resume(self, name: str) -> None:
         states = self._states[name]
@@ -161,6 +150,24 @@ class RandomStreams:
         self.seed = state["seed"]
         self._per_rank = dict(state["per_rank"])
         self._states = {name: dict(states) for name, states in state["states"].items()}
+
+
+class _Replay:
+    """The streams as they were when this was made; entered for every backward of a graph that is kept."""
+
+    def __init__(self, streams: RandomStreams) -> None:
+        self._streams = streams
+        self._then = dict(streams._states), streams._active
+        self._now: list[Any] = []
+
+    def __enter__(self) -> None:
+        streams, (states, active) = self._streams, self._then
+        self._now.append((streams._states, streams._active, streams._replaying))
+        streams._states, streams._active, streams._replaying = dict(states), active, True
+
+    def __exit__(self, *_: object) -> None:
+        streams = self._streams
+        streams._states, streams._active, streams._replaying = self._now.pop()
 
 
 def _generators() -> dict[str, torch.Generator]:

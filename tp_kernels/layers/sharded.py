@@ -74,9 +74,13 @@ class ShardedTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         aten = torch.ops.aten
+        old = args[0]
+        local = None
         if func in (aten.detach.default, aten.clone.default, aten._to_copy.default):
-            old = args[0]
             local = func(old.local, *args[1:], **(kwargs or {}))
+        elif func is aten.new_empty.default and tuple(args[1]) == tuple(old.shape):  # async_save
+            local = func(old.local, old.local.shape, **(kwargs or {}))
+        if local is not None:
             return cls(local, tuple(old.shape), old.regions)
         raise UnsupportedError(
             f"{func} of a ShardedTensor, which only says where a rank's tensor belongs; compute with its "

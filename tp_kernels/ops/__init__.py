@@ -1,7 +1,7 @@
 """Functional ops: sharded products with their collectives, collectives with gradients, element-wise work."""
 
-from ._weight_gradient import WeightGradientQueue
 from ._local import explain_local
+from ._weight_gradient import WeightGradientQueue
 from .all_gather_linear import all_gather_linear
 from .all_reduce_rms_norm import all_reduce_rms_norm, linear_all_reduce_rms_norm
 from .copy_linear import copy_linear

@@ -253,7 +253,7 @@ def gradient_(
     slope = None
     if options.soft_cap is not None:
         x.div_(options.soft_cap).tanh_()
-        slope = 1 - x.square()
+        slope = x.square().neg_().add_(1)
         x.mul_(options.soft_cap)
     base, sums = saved
     factor = d_loss / sums

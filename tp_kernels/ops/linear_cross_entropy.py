@@ -26,13 +26,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from tp_kernels.comm import collectives
 from tp_kernels.comm.errors import ShapeError
 from tp_kernels.comm.group import ParallelGroup
 from tp_kernels.comm.layout import split_range, split_sizes
 
-from ._op import check_call, needed, prepare, register, rows_of
+from ._gemm import add_weight_gradient
+from ._op import check_call, diverted, needed, prepare, register, rows_of
+from ._weight_gradient import Diverted, elsewhere, uncompiled
 from .cross_entropy import (
     SCHEMA,
     LossOptions,
@@ -82,12 +85,33 @@ def linear_cross_entropy(
         vocab_size, start, label_smoothing, z_loss, ignore_index, soft_cap, reduction: as of
             `vocab_parallel_cross_entropy`. Rows of `weight` beyond the vocabulary are padding.
 
+    A weight with a `main_grad` gets its gradient added there, without a rounding to 16 bits, and none from
+    autograd.
+
     Returns:
         float32 (float64 of float64), the same bits on all ranks. The gradient of `hidden` is summed over
         the ranks, like that of `copy_linear` or, of rows, `all_gather_linear`.
     """
     operation = "linear_cross_entropy"
     group = check_call(operation, group, "auto")
+    own = None
+    if elsewhere(weight, None):
+        if is_compiling():
+            arguments: dict[str, Any] = {
+                "group": group,
+                "vocab_size": vocab_size,
+                "start": start,
+                "label_smoothing": label_smoothing,
+                "z_loss": z_loss,
+                "ignore_index": ignore_index,
+                "soft_cap": soft_cap,
+                "reduction": reduction,
+                "chunk_rows": chunk_rows,
+                "sequence_parallel": sequence_parallel,
+            }
+            return uncompiled(linear_cross_entropy, hidden, weight, labels, bias, **arguments)
+        own = Diverted(operation, weight, bias, None)
+        (weight,) = own.operands
     hidden, (weight,), biases = prepare(operation, group, hidden, weight, bias, None)
     where = f"{operation} on rank {group.rank} of {group.size}"
     if start is None:
@@ -118,6 +142,7 @@ def linear_cross_entropy(
         chunk_rows or CHUNK_ROWS,
         *options,
         group.name,
+        diverted=own,
     )
     return reduced(loss.view(labels.shape), labels, ignore_index, reduction)
 
@@ -188,10 +213,9 @@ class _Tiles:
         self.chunk_rows = max(1, min(chunk_rows, hidden.shape[0]))
         self.chunk_words = max(1, min(self.width, TILE_BYTES // 4 // self.chunk_rows))
         size = self.chunk_rows * self.chunk_words
-        self._memory = hidden.new_empty(size)
         self._wide = hidden.new_empty(size, dtype=wide(hidden.dtype))
-        if self._wide.dtype == hidden.dtype:
-            self._memory = self._wide
+        same = self._wide.dtype == hidden.dtype
+        self._memory = self._wide if same else hidden.new_empty(size)
 
     def rows(self) -> Iterator[slice]:
         return _slices(self.hidden.shape[0], self.chunk_rows)
@@ -254,21 +278,18 @@ def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
     hidden, weight, labels, bias, saved = ctx.saved_tensors
     need = needed(ctx)
     need_hidden, need_weight, need_bias = need[0], need[1], need[3]
-    dh, dw, db = _backward_op(
-        gradients[0].resolve_neg(),
-        hidden,
-        weight,
-        labels,
-        bias,
-        saved,
-        need_hidden,
-        need_weight,
-        need_bias,
-        *ctx.rest,
-    )
+    call = (gradients[0].resolve_neg(), hidden, weight, labels, bias, saved, need_hidden)
+    own = diverted(ctx)
+    if own:
+        (now,), (main,) = own.now([need_weight]), own.main_grads()
+        dh, dw, db = _backward_kernel(*call, now, need_bias, *ctx.rest, main_grad=main)
+        (answer,) = own.answers([dw], [need_weight])
+    else:
+        dh, dw, db = _backward_op(*call, need_weight, need_bias, *ctx.rest)
+        answer = dw if need_weight else None
     return (
         dh if need_hidden else None,
-        dw if need_weight else None,
+        answer,
         None,
         db if need_bias else None,
         *nothing,
@@ -294,8 +315,10 @@ def _backward_kernel(
     z_loss: float,
     soft_cap: float | None,
     group_name: str,
+    *,
+    main_grad: Tensor | None = None,
 ) -> list[Tensor]:
-    """[d_hidden, dW, db]; what is not needed is an empty tensor."""
+    """[d_hidden, dW, db]; what is not needed, or added to main_grad, is an empty tensor."""
     group = ParallelGroup.by_name(group_name)
     options = LossOptions(vocab, start, ignore_index, label_smoothing, z_loss, soft_cap)
 
@@ -303,10 +326,12 @@ def _backward_kernel(
         x, dtype = _gathered(hidden, labels, inner, group), wide(hidden.dtype)
         tiles = _Tiles(x, weight, bias, chunk_rows, options)
         dh = x.new_zeros(x.shape if need_hidden else (0,), dtype=dtype)
-        dw = weight.new_zeros(weight.shape if need_weight else (0,))
+        separate = need_weight and main_grad is None
+        dw = weight.new_zeros(weight.shape if separate else (0,))
+        sums = dw if main_grad is None else main_grad
         db = weight.new_zeros(weight.shape[0] if need_bias else 0)
         for words in tiles.words():
-            dw_tile = dw[words].to(dtype)  # itself where it is wide
+            dw_tile = sums[words].to(dtype)  # itself where it is wide
             db_tile = db[words].to(dtype)
             for rows in tiles.rows():
                 d = gradient_(
@@ -322,10 +347,14 @@ def _backward_kernel(
                 d = tiles.narrow(d)
                 if need_hidden:
                     _add_product(dh[rows], d, weight[words])
-                if need_weight:
+                if separate:
                     _add_product(dw_tile, d.t(), x[rows])
-            if dtype != dw.dtype:
-                dw[words], db[words] = dw_tile, db_tile
+                elif need_weight:
+                    add_weight_gradient(dw_tile, d, x[rows])
+            if dtype != sums.dtype:
+                sums[words] = dw_tile
+            if dtype != db.dtype:
+                db[words] = db_tile
         return [_reduced(dh.to(hidden.dtype), hidden, inner, group), dw, db]
 
     name = "host" if _host(hidden, group) else "reference"
