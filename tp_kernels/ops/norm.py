@@ -241,13 +241,11 @@ def _backward_kernel(
             d_bias = d_weight.new_zeros(d_weight.shape)
         else:
             dx, d_weight, d_bias = kernel.layer_norm_backward(dy, s, scale, mean, rstd, ds=ds)
-        if not vectors:
-            d_weight = d_bias = weight.new_empty(0)
-        return [dx, d_weight.to(weight.dtype), d_bias.to(weight.dtype)]
+        return [dx, *_rounded(d_weight, d_bias.clone(), vectors, weight)]  # rows of one tensor
     scale = _scale(weight, zero_centered, wide)
     rows, ss, dx = rows_of(dy), rows_of(s.contiguous()), s.new_empty(s.shape)
     dss, dxs = None if ds is None else rows_of(ds), rows_of(dx)
-    d_weight, d_bias = torch.zeros(2, *scale.shape, dtype=wide, device=s.device)
+    d_weight, d_bias = torch.zeros_like(scale), torch.zeros_like(scale)
     for part in blocks(*ss.shape):
         d, number = rows[part].contiguous().to(wide), rstd.view(-1)[part].unsqueeze(-1)
         values = ss[part].to(wide)
@@ -264,9 +262,14 @@ def _backward_kernel(
             d_part.sub_(torch.mv(d, scale).div_(s.shape[-1]).unsqueeze(-1))
         d_part.mul_(number)
         dxs[part] = d_part if dss is None else d_part.add_(dss[part])
-    if not vectors:
-        d_weight = d_bias = scale[:0]
-    return [dx, d_weight.to(weight.dtype), d_bias.to(weight.dtype)]
+    return [dx, *_rounded(d_weight, d_bias, vectors, weight)]
+
+
+def _rounded(d_weight: Tensor, d_bias: Tensor, wanted: bool, weight: Tensor) -> list[Tensor]:
+    """In the dtype of the weight, or nothing: outputs of an op, which share no memory."""
+    if not wanted:
+        return [weight.new_empty(0), weight.new_empty(0)]
+    return [d_weight.to(weight.dtype), d_bias.to(weight.dtype)]
 
 
 def _backward_fake(
