@@ -9,7 +9,7 @@ STAMPS := $(VENV)/stamps
 NATIVE := setup.py CMakeLists.txt $(shell find csrc/include csrc/host csrc/cuda -type f) \
   $(wildcard build_tools/*.py)
 
-.PHONY: venv demo test test-cpp test-neon test-python aot gpu-check wheel wheel-check lint format clean
+.PHONY: venv demo test test-full test-cpp test-neon test-python aot gpu-check wheel wheel-check lint format clean
 .PHONY: bench-peers
 .DEFAULT_GOAL := test
 
@@ -52,6 +52,10 @@ test-neon: $(STAMPS)/neon
 # -rs lists why a test was skipped; the closing line counts what ran.
 test-python: venv $(STAMPS)/spin
 	$(BIN)/python -m pytest -q -rs --durations=10 --junitxml=build/pytest.xml $(PYTEST_ARGS)
+
+# The parity suite of the layers with every combination of options instead of a choice: hours.
+test-full: venv $(STAMPS)/spin
+	TP_KERNELS_PARITY=full $(BIN)/python -m pytest -q -rs --durations=10 tests/parity $(PYTEST_ARGS)
 
 # Every Triton kernel compiled for every GPU it claims; no GPU is needed. Prints the resource table.
 # AOT_ARGS=--candidates compiles every tiling that the tuner may choose instead: after a change of kernels or

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.layers.attention_oracle import Case, dense, tensors
+from tests.oracle import digest
 from tp_kernels.comm import ParallelGroup
 from tp_kernels.comm.layout import split_range
 from tp_kernels.layers import (
@@ -27,6 +28,7 @@ CASES = {
     "mqa": Case(kv_heads=1),
     "four_heads": Case(heads=4, kv_heads=2),
     "sequence_first": Case(batch_first=False),
+    "batch_first": Case(batch_first=True),
     "free": Case(options={"causal": False}),
     "window": Case(options={"sliding_window": 3}),
     "free_window": Case(options={"sliding_window": 2, "causal": False}),
@@ -39,7 +41,7 @@ CASES = {
     "qk_norm_zero_centered": Case(options={"qk_norm": "rms_zero_centered"}),
     "alibi": Case(options={"alibi": True, **NONE}),
     "alibi_free": Case(options={"alibi": True, **FREE}, heads=7, kv_heads=3),
-    "softcap": Case(options={"softcap": 0.7}),
+    "softcap": Case(heads=7, kv_heads=3, options={"softcap": 0.7}),
     "softcap_window_mask": Case(options={"softcap": 0.7, "sliding_window": 3}, mask="bool"),
     "sinks": Case(options={"sinks": True}),
     "sinks_window": Case(options={"sinks": True, "sliding_window": 2, "scale": 0.3}),
@@ -56,6 +58,12 @@ CASES = {
     "padded_alibi": Case(mask="left", options={"alibi": True, **NONE}),
     "cross": Case(context_length=4, options={"context_size": 9, **FREE}),
     "cross_mask": Case(context_length=9, options={"context_size": 9, **FREE}, mask="added"),
+    "cross_sequence_first": Case(
+        context_length=4, options={"context_size": 9, **FREE}, batch_first=False
+    ),
+    "cross_batch_first": Case(
+        context_length=4, options={"context_size": 9, **FREE}, batch_first=True
+    ),
     "cross_qk_norm": Case(
         context_length=5, options={"context_size": 3, "qk_norm": "rms", "sinks": True, **FREE}
     ),
@@ -63,9 +71,10 @@ CASES = {
     "packed_all": Case(
         batch=1,
         length=9,
-        packed=(2, 7),
+        packed=(2, 0, 7),
         options={"qk_norm": "rms", "sinks": True, "softcap": 1.5, "sliding_window": 3},
     ),
+    "packed_batch_first": Case(batch=1, length=9, packed=(5, 4), batch_first=True),
     "packed_alibi": Case(batch=1, length=9, packed=(5, 4), options={"alibi": True, **FREE}),
     "one_token": Case(length=1),
     "two_tokens": Case(length=2),
@@ -200,8 +209,7 @@ def errors(names: list[str], sp: bool, provider: str, dtype: torch.dtype) -> dic
                 worst = max(worst, (key, error), key=lambda item: item[1])
                 assert tensor.isfinite().all(), (name, key)
             whole = [k for k in got if not sp or k not in ("y", "dx", "dcontext")]
-            bits = b"".join(got[k].contiguous().numpy().tobytes() for k in whole)
-            found[name] = (*worst, hash(bits))
+            found[name] = (*worst, digest(*(got[k] for k in whole)))
     return found
 
 

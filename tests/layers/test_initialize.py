@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.layers.state_model import equal
+from tests.layers.state_model import Transformer, equal
 from tp_kernels.comm import ParallelGroup, UnsupportedError, split_range
 from tp_kernels.layers import (
     ColumnParallelLinear,
@@ -25,6 +25,7 @@ from tp_kernels.layers import (
     materialize,
     placements,
 )
+from tp_kernels.layers.gradients import use_main_grads
 
 
 class Model(nn.Module):
@@ -92,6 +93,26 @@ def test_a_seed_leaves_the_generators_alone(world):
         assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(3)))
 
 
+def transformer(meta: bool) -> dict[str, Tensor]:
+    with ParallelGroup(timeout=30) as group:
+        with torch.device("meta" if meta else "cpu"):
+            torch.manual_seed(6)
+            model = Transformer(group, torch.float32)
+        if meta:
+            materialize(model, seed=6)
+        assert len(list(placements(model))) == len(list(model.parameters()))
+        return full_state_dict(model)
+
+
+def test_whole_blocks_start_alike(world):
+    """Packed and shared heads, packed MLPs, sinks, norms and a tied head, built anywhere."""
+    ((expected),) = world(1).run(transformer, False)
+    for size in (1, 2, 3, 4):
+        for meta in (False, True):
+            for state in world(size).run(transformer, meta):
+                assert equal(state, expected)
+
+
 class Partly(nn.Module):
     """`reset_parameters` forgets the bias."""
 
@@ -116,12 +137,27 @@ def test_what_cannot_be_materialized():
         bare = nn.Sequential(nn.Linear(2, 2), Bare())
         partly = nn.Sequential(Partly())
     with pytest.raises(
-        UnsupportedError, match=r"no reset_parameters\(\) in 1 \(Bare: scale, table\)"
+        UnsupportedError, match=r"no reset_parameters\(\) in 1 \(Bare\): scale, table"
     ):
         materialize(bare)
     assert all(p.is_meta for p in bare.parameters())
     with pytest.raises(UnsupportedError, match=r"of 0 \(Partly\) does not fill 'bias'"):
         materialize(partly)
+
+
+def test_hooks_and_attributes_are_not_lost_in_silence():
+    with torch.device("meta"):
+        hooked, marked = nn.Linear(2, 2), nn.Linear(2, 2)
+    hooked.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(
+        UnsupportedError, match=r"'weight' of the model itself \(Linear\) has hooks"
+    ):
+        materialize(hooked)
+    use_main_grads(marked)
+    with pytest.raises(
+        UnsupportedError, match=r"'weight' of the model itself \(Linear\) .* \(main_grad\)"
+    ):
+        materialize(marked)
 
 
 def test_what_has_values_keeps_them():

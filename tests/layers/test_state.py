@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.layers.state_model import SHAPES, Everything, equal, unsplit
+from tests.layers.state_model import SHAPES, Everything, Transformer, equal, step, unsplit
 from tp_kernels.comm import ParallelGroup, Ranks, ShapeError, TpKernelsError, UnsupportedError
 from tp_kernels.layers import (
     ColumnParallelLinear,
@@ -286,6 +286,40 @@ def test_dtensors_need_a_process_group():
     layer = ColumnParallelLinear(2, 2, group=ParallelGroup())
     with pytest.raises(UnsupportedError, match=r"needs torch.distributed"):
         as_dtensor(layer.weight, layer.placements["weight"])
+
+
+def transformer(state: dict[str, Tensor] | None, moved: str) -> list[dict[str, Tensor]]:
+    """State and one training step of a transformer with that state, itself or moved in some way."""
+    with ParallelGroup(timeout=30, provider="none") as group:
+        torch.manual_seed(1)
+        model = Transformer(group, torch.float64)
+        if state is not None:
+            load_full_state_dict(model, state)
+        before = step(model)
+        if moved == "copied":
+            model = copy.deepcopy(model)
+        elif moved == "pickled":
+            model = pickle.loads(pickle.dumps(model))
+        elif moved == "sliced":
+            slices = model.state_dict()
+            model = Transformer(group, torch.float64)
+            model.load_state_dict(slices)
+        assert equal(step(model), before)
+        return [full_state_dict(model), before]
+
+
+def test_transformer(world):
+    """The state of one rank gives the same numbers on any number of ranks; so does a copy."""
+    ((state, expected),) = world(1).run(transformer, None, "")
+    ways = {1: "copied", 2: "pickled", 3: "copied", 4: "sliced"}
+    for size, moved in ways.items():
+        for found, numbers in world(size).run(transformer, state, moved):
+            assert equal(found, state)
+            assert numbers.keys() == expected.keys()
+            for name, value in numbers.items():
+                # about 100 dependent roundings of 1.1e-16, in sums of up to 100 terms
+                scale = expected[name].abs().max()
+                assert (value - expected[name]).abs().max() <= 1e-13 * scale, name
 
 
 def copies() -> bool:

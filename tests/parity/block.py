@@ -7,7 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.parity.attention import HEAD, THETA, dense_attention, qkv_parameters
+from tests.parity.attention import (
+    HEAD,
+    attention_options,
+    attention_parameters,
+    dense_attention,
+)
 from tests.parity.case import Entry, Options, Part, Setting
 from tests.parity.dense import Rounding
 from tests.parity.linear import (
@@ -47,18 +52,12 @@ def inner_options(o: Options) -> Options:
         packed=None,
         gated=True,
         activation="silu",
-        mask="causal",
-        rotary=True,
-        positions="counted",
     )
 
 
 def parameters(o: Options) -> dict[str, Any]:
     inner = inner_options(o)
-    attention = qkv_parameters(inner) | linear_parameters(
-        inner, o.heads[0] * HEAD, INNER, "o_proj."
-    )
-    shapes = {f"self_attn.{name}": shape for name, shape in attention.items()}
+    shapes = {f"self_attn.{n}": shape for n, shape in attention_parameters(inner).items()}
     for name, sizes in (("gate", (INNER, OUTER)), ("up", (INNER, OUTER)), ("down", (OUTER, INNER))):
         shapes |= linear_parameters(inner, *sizes, f"mlp.{name}_proj.")
     for name in NORMS[o.position]:
@@ -109,7 +108,7 @@ def build(s: Setting) -> ParallelTransformerBlock:
         norm_position="pre" if s.o.position == "parallel" else s.o.position,
         parallel=s.o.position == "parallel",
         dropout=s.o.dropout,
-        attention={"qkv_bias": bias, "output_bias": bias, "rope_theta": THETA},
+        attention=attention_options(inner_options(s.o)),
         mlp={"bias": bias},
         batch_first=s.o.batch_first,
         **s.common,

@@ -83,13 +83,12 @@ class Rounding:
         assert name == "gelu_tanh"
         return self(0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))))
 
-    def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, added: Tensor | float = 0.0
-    ) -> Tensor:
-        """One head: q [b, s, D], k and v [b, t, D]; allowed bool and added, broadcast to [b, s, t]."""
-        scores = self(self.matmul(q, k.mT) / math.sqrt(q.shape[-1]) + added)
-        scores = scores.masked_fill(~allowed, -math.inf)
-        return _Weighted.apply(scores, v, self) if self.u else scores.softmax(-1) @ v
+    def weighted(self, scores: Tensor, v: Tensor, factors: Tensor | None = None) -> Tensor:
+        """(softmax(scores) * factors) v of one head: [b, s, t], [b, t, D], [b, s, t] -> [b, s, D]."""
+        factors = torch.ones_like(scores) if factors is None else factors
+        if self.u:
+            return _Weighted.apply(scores, v, factors, self)
+        return (scores.softmax(-1) * factors) @ v
 
 
 class _Rounded(torch.autograd.Function):
@@ -135,22 +134,25 @@ class _Scaled(torch.autograd.Function):
 
 
 class _Weighted(torch.autograd.Function):
-    """softmax(scores) v. In its backward, large products cancel where few keys are seen."""
+    """Of `Rounding.weighted`. In its backward, large products cancel where few keys are seen."""
 
     @staticmethod
-    def forward(ctx, scores: Tensor, v: Tensor, rounding: Rounding) -> Tensor:
+    def forward(ctx, scores: Tensor, v: Tensor, factors: Tensor, rounding: Rounding) -> Tensor:
         p = scores.softmax(-1)
-        ctx.save_for_backward(p, v)
+        ctx.save_for_backward(p, v, factors)
         ctx.rounding = rounding
+        p = p * factors
         return p @ v + rounding.noise(p @ v.abs())
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        p, v = ctx.saved_tensors
-        noise, dp, size = ctx.rounding.noise, dy @ v.mT, dy.abs() @ v.abs().mT
+        p, v, factors = ctx.saved_tensors
+        noise = ctx.rounding.noise
+        dp, size = dy @ v.mT * factors, dy.abs() @ v.abs().mT * factors
         ds = p * (dp - (p * dp).sum(-1, keepdim=True))
-        dv = p.mT @ dy + noise(p.mT @ dy.abs())
-        return ds + noise(p * (size + (p * size).sum(-1, keepdim=True))), dv, None
+        ds = ds + noise(p * (size + (p * size).sum(-1, keepdim=True)))
+        p = p * factors
+        return ds, p.mT @ dy + noise(p.mT @ dy.abs()), None, None
 
 
 def sensitivity(runs: Sequence[Tensor], exact: Tensor, u: float) -> Tensor:

@@ -180,7 +180,7 @@ MLP = Entry(
         "activation": ("silu", "gelu", "gelu_tanh", "relu", "relu2"),
         "norm": (None, "rms", "layer"),
         "residual": FLAGS,
-        "batch_first": (None, True),
+        "batch_first": (None,),
     },
     parameters=mlp_parameters,
     inputs=mlp_inputs,

@@ -23,10 +23,12 @@ from tp_kernels.layers import (
     ParallelMLP,
     ParamPlacement,
     VocabParallelEmbedding,
-    attention,
+    _attend,
     heads,
     linear,
+    qkv,
 )
+from tp_kernels.layers.rotary import RotaryEmbedding
 from tp_kernels.ops import cross_entropy
 
 Mutant = Callable[[], AbstractContextManager[Any]]
@@ -123,16 +125,24 @@ def z_loss_over_the_shard() -> Any:
 
 def positions_of_the_rank() -> Any:
     """Rotary positions are counted from the first token of each rank instead of the sequence."""
-    right = torch.arange
+    right = RotaryEmbedding.__call__
 
-    def wrong(*args: Any, **options: Any) -> Tensor:
-        result = right(*args, **options)
-        group = torch.distributed.get_world_size()
-        return result % max(1, -(-len(result) // group)) if len(result) > 1 else result
+    def wrong(self: Any, position_ids: Tensor, lengths: Tensor | None = None) -> Any:
+        mine = -(-position_ids.shape[-1] // torch.distributed.get_world_size())
+        return right(self, position_ids % mine, lengths)
 
-    fake = mock.MagicMock(wraps=torch)
-    fake.arange = wrong
-    return mock.patch.object(attention, "torch", fake)
+    return mock.patch.object(RotaryEmbedding, "__call__", wrong)
+
+
+def slopes_of_the_rank() -> Any:
+    """Every rank takes the slopes of the first heads."""
+    right = _attend.alibi_slopes
+
+    def wrong(heads: int) -> Tensor:
+        first = right(heads)[: -(-heads // 2)]
+        return torch.cat((first, first))
+
+    return mock.patch.object(_attend, "alibi_slopes", wrong)
 
 
 @contextmanager
@@ -162,6 +172,24 @@ def packed_as_interleaved() -> Any:
         self.packed = {"blocks": "interleaved", "interleaved": "blocks"}[self.packed]
 
     return mock.patch.object(ParallelMLP, "__init__", wrong)
+
+
+def qkv_in_the_other_layout() -> Any:
+    right = qkv.packed_pieces
+
+    def wrong(shard: Any, head_dim: int, layout: str) -> Any:
+        return right(shard, head_dim, {"blocks": "groups", "groups": "blocks"}[layout])
+
+    return mock.patch.object(qkv, "packed_pieces", wrong)
+
+
+def attention_dropout_by_local_index() -> Any:
+    right = _attend.dropout
+
+    def wrong(x: Tensor, p: float, *, key: Tensor, **_: Any) -> Tensor:
+        return right(x, p, key=key)
+
+    return mock.patch.object(_attend, "dropout", wrong)
 
 
 def padding_takes_gradient() -> Any:
@@ -214,7 +242,37 @@ MUTANTS: dict[str, tuple[Mutant, str, int, bool, dict[str, Any]]] = {
     "input gradient of one rank": (input_gradient_of_one_rank, "column", 2, False, {}),
     "smoothing over the shard": (smoothing_over_the_shard, "loss", 2, False, {"smoothing": 0.2}),
     "z-loss over the shard": (z_loss_over_the_shard, "loss", 2, False, {"z_loss": 0.1}),
-    "positions of the rank": (positions_of_the_rank, "attention", 2, True, {"rotary": True}),
+    "positions of the rank": (positions_of_the_rank, "attention", 2, True, {}),
+    "slopes of the rank": (slopes_of_the_rank, "scores", 2, False, {"alibi": True}),
+    "q and k norms not reduced": (only_overlaps, "scores", 2, False, {"qk_norm": "rms"}),
+    "packed KV heads not reduced": (
+        only_partial,
+        "attention",
+        2,
+        False,
+        {"form": "blocks", "heads": (4, 1)},
+    ),
+    "grouped KV heads not reduced": (
+        only_partial,
+        "qkv",
+        3,
+        True,
+        {"form": "groups", "heads": (4, 1)},
+    ),
+    "qkv in the other layout": (
+        qkv_in_the_other_layout,
+        "attention",
+        2,
+        False,
+        {"form": "groups", "heads": (5, 2)},
+    ),
+    "attention dropout by local index": (
+        attention_dropout_by_local_index,
+        "scores",
+        2,
+        True,
+        {"dropout": 0.3},
+    ),
     "next KV head": (next_kv_head, "attention", 2, False, {"heads": (5, 2)}),
     "dropout by local index": (dropout_by_local_index, "dropout", 2, True, {}),
     "packed as interleaved": (
@@ -263,7 +321,7 @@ def test_mutant_is_caught(world, name: str, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("layer", ["mlp", "attention", "loss", "norm", "block"])
+@pytest.mark.parametrize("layer", ["mlp", "scores", "loss", "norm", "block"])
 def test_bound_is_near(world, layer: str, dtype: torch.dtype):
     """What is allowed is at most 100 times what is lost."""
     options = tuple((axis, values[-1]) for axis, values in ENTRIES[layer].options.items())

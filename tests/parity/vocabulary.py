@@ -145,7 +145,7 @@ LOSS = Entry(
         "z_loss": (0.0, 0.1),
         "soft_cap": (None, 3.0),
         "reduction": ("mean", "sum", "none"),
-        "batch_first": (None, True),
+        "batch_first": (None,),
     },
     parameters=head_parameters,
     inputs=lambda o: {"x": (BATCH, o.tokens, INNER)},

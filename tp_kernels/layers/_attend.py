@@ -92,7 +92,7 @@ def attend(
     if heads != list(range(k.shape[1])):
         k, v = k[:, heads], v[:, heads]
     outputs = []
-    for start in range(0, q.shape[2], CHUNK):
+    for start in range(0, max(q.shape[2], 1), CHUNK):  # once also for no tokens
         rows = range(start, min(start + CHUNK, q.shape[2]))
         seen = mask if mask is None or mask.shape[2] == 1 else mask[:, :, start : rows.stop]
         wide = torch.promote_types(q.dtype, torch.float32)
