@@ -138,8 +138,8 @@ def compare_all(settings: list[Settings], text: Path, picture: Path) -> int:
     worst = 0.0
     for one in settings:
         table = Table(title=one.model, box=box.SIMPLE_HEAD)
-        for heading in ("", "first", "middle", "last 20", "furthest apart", "at step", "s"):
-            table.add_column(heading, justify="right" if heading else "left")
+        for heading in ("", "first", "middle", "last 20", "apart", "at step", "s"):
+            table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
         for size, sequence_parallel in WAYS:
             with Ranks(size, threads=1) as ranks:
                 setting = replace(one, sequence_parallel=sequence_parallel)
@@ -162,7 +162,8 @@ def compare_all(settings: list[Settings], text: Path, picture: Path) -> int:
     draw(curves, entropy, BOUND, picture)
     verdict = "[green]yes" if worst <= BOUND else "[bold red]no"
     console.print(
-        f"Nats per byte; the unigram entropy of the text is {entropy:.4f}.\n"
+        "Nats per byte; apart: furthest from the loss of one process.\n"
+        f"The unigram entropy of the text is {entropy:.4f}.\n"
         f"Curves: {picture}\nlosses within {BOUND:g} of one process: {verdict}"
     )
     return 0 if worst <= BOUND else 1

@@ -41,7 +41,7 @@ CASES = {
     "qk_norm_zero_centered": Case(options={"qk_norm": "rms_zero_centered"}),
     "alibi": Case(options={"alibi": True, **NONE}),
     "alibi_free": Case(options={"alibi": True, **FREE}, heads=7, kv_heads=3),
-    "softcap": Case(options={"softcap": 0.7}),
+    "softcap": Case(heads=7, kv_heads=3, options={"softcap": 0.7}),
     "softcap_window_mask": Case(options={"softcap": 0.7, "sliding_window": 3}, mask="bool"),
     "sinks": Case(options={"sinks": True}),
     "sinks_window": Case(options={"sinks": True, "sliding_window": 2, "scale": 0.3}),

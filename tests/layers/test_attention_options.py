@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tests.oracle import digest
 from tp_kernels.comm import ParallelGroup, ShapeError, UnsupportedError
 from tp_kernels.layers import (
+    DynamicScaling,
     KVCache,
     ParallelAttention,
     RandomStreams,
@@ -236,6 +237,46 @@ def test_sixteen_bits(world, dtype):
     for size in (1, 2):
         for errors in world(size).run(sixteen, dtype):
             assert all(error < 8 for _, error in errors), errors
+
+
+def test_packed_texts_scale_by_their_own_length():
+    """Dynamic scaling looks at each text's length, as if it were alone."""
+    rotary = RotaryOptions(scaling=DynamicScaling(3.0, 4))
+    layer = attention(ParallelGroup(), rotary=rotary)
+    x = torch.randn(1, 13, 20, dtype=torch.float64)
+    packed = layer(x, cu_seqlens=torch.tensor([0, 3, 10, 13]))
+    alone = torch.cat([layer(part) for part in x.split([3, 7, 3], dim=1)], dim=1)
+    torch.testing.assert_close(packed, alone, rtol=0, atol=1e-14)
+    unscaled = attention(ParallelGroup())(x, cu_seqlens=torch.tensor([0, 3, 10, 13]))
+    assert (packed - unscaled)[:, 3:10].abs().max() > 1e-4  # the one text that is longer than 4
+
+
+def autocast() -> list[bool]:
+    """Equal numbers in fp32 under autocast and in bf16 without it."""
+    same = []
+    with ParallelGroup(timeout=60) as group, torch.no_grad():
+        for options in ({}, {"softcap": 30.0, "sinks": True, "scale": 4.0}):
+            layer = attention(group, **options).bfloat16().float()
+            x = torch.randn(2, 40, 20, generator=torch.Generator().manual_seed(1)).bfloat16()
+            with torch.autocast("cpu", torch.bfloat16):
+                y = layer(x.float())
+            same.append(torch.equal(y, layer.bfloat16()(x)))
+    return same
+
+
+def test_autocast(world):
+    """Rounds where 16-bit tensors round, and nowhere else: scores stay in fp32."""
+    for size in (1, 2):
+        assert world(size).run(autocast) == [[True, True]] * size
+
+
+def test_masks_of_another_dtype():
+    """torch's kernel for the CPU misreads an fp32 mask of float64 queries from 512 tokens on."""
+    layer = attention(ParallelGroup(), causal=False)
+    mask = torch.randn(600, 600)
+    x = torch.randn(1, 600, 20, dtype=torch.float64)
+    with torch.no_grad():
+        assert torch.equal(layer(x, attention_mask=mask), layer(x, attention_mask=mask.double()))
 
 
 def delayed(sp: bool) -> list[bool]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from tests.layers.state_model import Everything, equal, unsplit
 from tp_kernels.comm import ParallelGroup, Ranks, ShapeError, TpKernelsError, UnsupportedError
 from tp_kernels.layers import (
+    as_dtensor,
     full_state_dict,
     load_full_state_dict,
     load_sharded,
@@ -164,7 +166,12 @@ def plain_dcp(directory: Path, saving: str) -> None:
         if saving:
             load_full_state_dict(model, unsplit(torch.float64))
             state["app"]["model"]["packed._extra_state"] = 5
-        if saving == "save":
+        if saving == "dtensor":
+            for name, parameter, placement in placements(model):
+                with suppress(UnsupportedError):  # of those that DTensor cannot express
+                    state["app"]["model"][name] = as_dtensor(parameter, placement)
+            assert isinstance(state["app"]["model"]["column.weight"], DTensor)
+        if saving in ("save", "dtensor"):
             dcp.save(state, checkpoint_id=directory)
         elif saving == "async_save":
             done = dcp.async_save(state, checkpoint_id=directory)
@@ -178,7 +185,7 @@ def plain_dcp(directory: Path, saving: str) -> None:
             assert equal(full_state_dict(model), unsplit(torch.float64))
 
 
-@pytest.mark.parametrize("saving", ["save", "async_save"])
+@pytest.mark.parametrize("saving", ["save", "async_save", "dtensor"])
 def test_plain_dcp(world, tmp_path, saving):
     world(4).run(plain_dcp, tmp_path, saving)
     for size in (2, 3):

@@ -171,6 +171,26 @@ def test_by_layer(world):
     world(2).run(by_layer)
 
 
+def announced() -> None:
+    """A wrapper that waits for the hooks of a weight with main_grad hears of it when the gradient is there."""
+    with ParallelGroup(timeout=30) as group:
+        layer = RowParallelLinear(INNER, H, group=group, delay_wgrad=True)
+        layer.weight.main_grad = torch.zeros_like(layer.weight)
+        layer.weight.grad_added_to_main_grad = False
+        seen = watch(layer)
+        layer(torch.ones(2, layer.weight.shape[1])).sum().backward()
+        assert not seen and not layer.weight.grad_added_to_main_grad
+        backward_dw(layer)
+        assert layer.weight.grad_added_to_main_grad
+        assert torch.equal(layer.weight.main_grad, torch.full_like(layer.weight, 2.0))
+        zeros = digest(torch.zeros_like(layer.weight))
+        assert {f"weight {zeros}", f"weight after {zeros}"} < set(seen) and len(seen) == 4
+
+
+def test_announced(world):
+    world(2).run(announced)
+
+
 def test_compiled(world):
     world(2).run(compiled)
 

@@ -25,6 +25,7 @@ from tp_kernels.layers import (
     materialize,
     placements,
 )
+from tp_kernels.layers.gradients import use_main_grads
 
 
 class Model(nn.Module):
@@ -136,12 +137,27 @@ def test_what_cannot_be_materialized():
         bare = nn.Sequential(nn.Linear(2, 2), Bare())
         partly = nn.Sequential(Partly())
     with pytest.raises(
-        UnsupportedError, match=r"no reset_parameters\(\) in 1 \(Bare: scale, table\)"
+        UnsupportedError, match=r"no reset_parameters\(\) in 1 \(Bare\): scale, table"
     ):
         materialize(bare)
     assert all(p.is_meta for p in bare.parameters())
     with pytest.raises(UnsupportedError, match=r"of 0 \(Partly\) does not fill 'bias'"):
         materialize(partly)
+
+
+def test_hooks_and_attributes_are_not_lost_in_silence():
+    with torch.device("meta"):
+        hooked, marked = nn.Linear(2, 2), nn.Linear(2, 2)
+    hooked.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(
+        UnsupportedError, match=r"'weight' of the model itself \(Linear\) has hooks"
+    ):
+        materialize(hooked)
+    use_main_grads(marked)
+    with pytest.raises(
+        UnsupportedError, match=r"'weight' of the model itself \(Linear\) .* \(main_grad\)"
+    ):
+        materialize(marked)
 
 
 def test_what_has_values_keeps_them():

@@ -155,8 +155,18 @@ def save_and_resume() -> None:
         assert go_on(other, ParallelDropout(0.5, group=group, streams=other)) == expected
         assert go_on(other, layer) != expected
 
-        state = other.state_dict() | {"rank": 1 - group.rank}
+        state = other.state_dict()
         with pytest.raises(GroupMismatchError, match="the state is of rank"):
+            other.load_state_dict(state | {"rank": 1 - group.rank})
+        later = other.state_dict()
+        if group.rank == 1:
+            draws(other, "same")
+            later = other.state_dict()
+        with pytest.raises(GroupMismatchError, match="different runs or steps"):
+            other.load_state_dict(later)
+        other.load_state_dict(state)
+        other.add("newer")
+        with pytest.raises(UnsupportedError, match="newer"):
             other.load_state_dict(state)
 
 

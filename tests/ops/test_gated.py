@@ -12,8 +12,15 @@ from torch import Tensor
 from tests.kernels.elementwise_body import TINY, activation_errors, close, gelu_tanh, leaves, w
 from tests.oracle import LAYOUTS, digest, lay_out
 from tp_kernels import ShapeError, UnsupportedError
-from tp_kernels.ops import gated, geglu, swiglu
+from tp_kernels.ops import _local, gated, geglu, swiglu
 from tp_kernels.ops.gated import GATES
+
+
+@pytest.fixture(autouse=True)
+def _several_blocks(monkeypatch):
+    """Few elements to a block, so that small tensors take several."""
+    monkeypatch.setattr(_local, "BLOCK", 40)
+
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DENSE = {

@@ -15,7 +15,14 @@ from torch import Tensor
 from tests.kernels.elementwise_body import close, leaves, w
 from tests.oracle import digest, lay_out
 from tp_kernels import ShapeError, UnsupportedError
-from tp_kernels.ops import layer_norm, rms_norm
+from tp_kernels.ops import _local, layer_norm, rms_norm
+
+
+@pytest.fixture(autouse=True)
+def _several_blocks(monkeypatch):
+    """Few elements to a block, so that small tensors take several."""
+    monkeypatch.setattr(_local, "BLOCK", 40)
+
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPSILON = 1e-5

@@ -9,7 +9,14 @@ from torch import Tensor
 from tests.kernels.elementwise_body import close, leaves, turned, w
 from tests.oracle import LAYOUTS, digest, lay_out
 from tp_kernels import ShapeError, UnsupportedError
-from tp_kernels.ops import apply_rotary
+from tp_kernels.ops import _local, apply_rotary
+
+
+@pytest.fixture(autouse=True)
+def _several_blocks(monkeypatch):
+    """Few elements to a block, so that small tensors take several."""
+    monkeypatch.setattr(_local, "BLOCK", 40)
+
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -112,8 +112,8 @@ class Layer:
         mlp = ParallelMLP(hidden, preset.intermediate, group=group)
         for module in (self.attention, mlp):
             for name, child in module.named_children():
-                assert isinstance(child, ColumnParallelLinear | RowParallelLinear)
-                child.load_dense(whole[name])
+                if isinstance(child, ColumnParallelLinear | RowParallelLinear):
+                    child.load_dense(whole[name])
         self.module: nn.Module = {
             "mlp": mlp,
             "attention": self.attention,

@@ -40,8 +40,7 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     main = main_grad_of(parameter)
     if main is None:
         return parameter.grad
-    added = getattr(parameter, "grad_added_to_main_grad", False)
-    if not (parameter.grad is None or parameter.grad is main or added):
+    if parameter.grad is not None and parameter.grad is not main:
         raise UnsupportedError(
             f"a parameter {tuple(parameter.shape)} has gradients in main_grad and in grad; add grad to "
             "main_grad after each backward, as hooks of use_main_grads(model) do"
@@ -63,13 +62,15 @@ def use_main_grads(module: nn.Module, dtype: torch.dtype = torch.float32) -> Non
             main.zero_()
             continue
         wide = torch.float64 if parameter.dtype == torch.float64 else dtype
-        parameter.main_grad = torch.zeros_like(parameter, dtype=wide, requires_grad=False)  # type: ignore[attr-defined]
+        buffer = torch.zeros_like(parameter, dtype=wide, requires_grad=False)
+        parameter.main_grad = buffer  # type: ignore[attr-defined]
         parameter.register_post_accumulate_grad_hook(_move_to_main_grad)
 
 
 def _move_to_main_grad(parameter: Any) -> None:
-    if parameter.grad is not None:
-        parameter.main_grad.add_(parameter.grad)
+    main = main_grad_of(parameter)
+    if parameter.grad is not None and main is not None:  # the buffer may have been taken away
+        main.add_(parameter.grad)
         parameter.grad = None
 
 
@@ -301,7 +302,7 @@ def _unique(modules: Sequence[nn.Module]) -> list[tuple[nn.Parameter, ParamPlace
 def _total_norm(
     parameters: Sequence[tuple[nn.Parameter, ParamPlacement | None]], order: float
 ) -> Tensor:
-    """Norm of all gradients; powers are summed in float64, which no float32 norm overflows."""
+    """Norm of all gradients; their powers are summed in float64."""
     groups = {place.group.name: place.group for _, place in parameters if place is not None}
     everywhere = next(iter(groups), "")  # counts what is not placed
     device = parameters[0][0].device if parameters else torch.device("cpu")

@@ -36,8 +36,8 @@ def materialize(
     `reset_parameters` of their module.
 
     Raises:
-        UnsupportedError: modules with meta tensors of their own, but without reset_parameters(), and
-            tensors that it does not fill; DTensors. All but the second before anything is changed.
+        UnsupportedError: modules with meta tensors of their own, but without reset_parameters(); DTensors;
+            meta tensors with hooks or attributes; before anything is changed. Tensors that nothing fills.
     """
     device = torch.device(device)
     mine = [
@@ -46,13 +46,19 @@ def materialize(
         if any(tensor.is_meta for tensor in _own(module).values())
     ]
     for name, module in mine:
-        if any(is_dtensor(tensor) for tensor in _own(module).values()):
-            raise UnsupportedError(
-                f"materialize: {name} ({type(module).__name__}) holds DTensors; materialize before "
-                "fully_shard"
-            )
+        for key, tensor in _own(module).items():
+            if is_dtensor(tensor):
+                raise UnsupportedError(
+                    f"materialize: '{key}' of {_shown(name, module)} is a DTensor; materialize "
+                    "before fully_shard"
+                )
+            if tensor.__dict__ or tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+                raise UnsupportedError(
+                    f"materialize: '{key}' of {_shown(name, module)} has hooks or attributes "
+                    f"({', '.join(tensor.__dict__)}), which would be lost; add them afterwards"
+                )
     lost = [
-        f"{name or '(the model)'} ({type(module).__name__}: {', '.join(_own(module))})"
+        f"{_shown(name, module)}: {', '.join(_own(module))}"
         for name, module in mine
         if not callable(getattr(module, "reset_parameters", None))
     ]
@@ -74,7 +80,7 @@ def materialize(
             for key in fresh:
                 if own[key].is_floating_point() and bool(own[key].isnan().any()):
                     raise UnsupportedError(
-                        f"materialize: reset_parameters() of {name} ({type(module).__name__}) does not "
+                        f"materialize: reset_parameters() of {_shown(name, module)} does not "
                         f"fill '{key}'"
                     )
     return model
@@ -125,6 +131,10 @@ def initialize_(model: nn.Module, rules: Mapping[str, Rule], *, seed: int) -> nn
     return model
 
 
+def _shown(name: str, module: nn.Module) -> str:
+    return f"{name or 'the model itself'} ({type(module).__name__})"
+
+
 def _own(module: nn.Module) -> dict[str, Tensor]:
     """The module's own parameters and buffers by name."""
     own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
@@ -146,7 +156,6 @@ def _allocate(module: nn.Module, device: torch.device, made: dict[int, Tensor]) 
                 new.fill_(torch.nan)
             if isinstance(old, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=old.requires_grad)
-            new.__dict__.update(old.__dict__)
             made[id(old)] = new
             fresh.append(name)
         held = module._parameters if name in module._parameters else module._buffers

@@ -22,7 +22,8 @@ from tp_kernels.comm.group import GroupLike, ParallelGroup, as_group
 from tp_kernels.comm.objects import all_gather_object
 from tp_kernels.ops.regions import _gather_op
 
-# States of generators by device, as of Generator.get_state().
+# By kind of device; states as of Generator.get_state().
+Generators = dict[str, torch.Generator]
 States = dict[str, Tensor]
 
 
@@ -42,7 +43,7 @@ class RandomStreams:
     """Named streams of random numbers; "same" gives the same on all ranks, "own" different ones on each.
 
     Args:
-        seed: equal on all ranks.
+        seed: equal on all ranks of the group; another one for each data-parallel replica.
         group: ParallelGroup, ProcessGroup, one-dimensional DeviceMesh, or None for the default group.
 
     Made collectively. Of devices, the CPU and the current CUDA device have streams.
@@ -91,17 +92,18 @@ class RandomStreams:
                 f"RandomStreams: stream {name!r} in a recomputation by torch.utils.checkpoint, which does "
                 "not know streams; use the checkpoint() of these streams instead"
             )
-        outside, outer = _get(), self._active
+        generators = _generators()
+        outside, outer = _get(generators), self._active
         if outer:
             self._states[outer[-1]] = outside
         self._active = (*outer, name)
         try:
-            self._resume(name)
+            self._resume(name, generators)
             yield
         finally:
-            self._states[name] = _get()
+            self._states[name] = _get(generators)
             self._active = outer
-            _set(self._states[outer[-1]] if outer else outside)
+            _set(generators, self._states[outer[-1]] if outer else outside)
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """function(*args, **kwargs) without keeping what its backward needs, which is computed again then.
@@ -113,9 +115,9 @@ class RandomStreams:
     def _contexts(self) -> tuple[Any, Any]:
         return nullcontext(), _Replay(self)
 
-    def _resume(self, name: str) -> None:
+    def _resume(self, name: str, generators: Generators) -> None:
         states = self._states[name]
-        for device, generator in _generators().items():
+        for device, generator in generators.items():
             if device in states:
                 generator.set_state(states[device])
             else:
@@ -139,14 +141,30 @@ class RandomStreams:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict()` was taken, on a group of the same size."""
+        """Continue where `state_dict()` was taken, on a group of the same size; collective.
+
+        Raises:
+            GroupMismatchError: the state is of another rank, or those of the ranks do not belong together.
+            UnsupportedError: it lacks a stream that is here, or this is inside of fork().
+        """
         if self._active:
             raise UnsupportedError("RandomStreams: load_state_dict() inside of fork()")
-        if (state["rank"], state["size"]) != (self.group.rank, self.group.size):
+        here = self.group.rank, self.group.size
+        digests = all_gather_object(_digest_of(state), self.group)
+        if (state["rank"], state["size"]) != here:
             raise GroupMismatchError(
                 f"RandomStreams: the state is of rank {state['rank']} of {state['size']}, this is rank "
-                f"{self.group.rank} of {self.group.size}"
+                f"{here[0]} of {here[1]}; every rank loads its own, and other numbers of ranks start anew: "
+                "RandomStreams(another seed)"
             )
+        if any(digest != digests[0] for digest in digests):
+            raise GroupMismatchError(
+                f"RandomStreams on rank {here[0]} of {here[1]}: the ranks load states of different runs or "
+                "steps, in which streams that are the same on all ranks differ"
+            )
+        missing = self._states.keys() - state["states"].keys()
+        if missing:
+            raise UnsupportedError(f"RandomStreams: the state has no streams {sorted(missing)}")
         self.seed = state["seed"]
         self._per_rank = dict(state["per_rank"])
         self._states = {name: dict(states) for name, states in state["states"].items()}
@@ -170,20 +188,29 @@ class _Replay:
         streams._states, streams._active, streams._replaying = self._now.pop()
 
 
-def _generators() -> dict[str, torch.Generator]:
-    """torch's default generators that layers may draw from."""
+def _digest_of(state: dict[str, Any]) -> str:
+    """Of the seed and of the streams that have to be the same on all ranks."""
+    digest = hashlib.sha256(str(state["seed"]).encode())
+    for name, per_rank in sorted(state["per_rank"].items()):
+        digest.update(f"/{name}/{per_rank}".encode())
+        for _, tensor in sorted(({} if per_rank else state["states"][name]).items()):
+            digest.update(bytes(tensor.tolist()))
+    return digest.hexdigest()
+
+
+def _generators() -> Generators:
+    """torch's default generators that layers may draw from: of the CPU and of the current CUDA device."""
     generators = {"cpu": torch.default_generator}
     if torch.cuda.is_available():
-        index = torch.cuda.current_device()
-        generators[f"cuda:{index}"] = torch.cuda.default_generators[index]
+        generators["cuda"] = torch.cuda.default_generators[torch.cuda.current_device()]
     return generators
 
 
-def _get() -> States:
-    return {device: generator.get_state() for device, generator in _generators().items()}
+def _get(generators: Generators) -> States:
+    return {device: generator.get_state() for device, generator in generators.items()}
 
 
-def _set(states: States) -> None:
-    for device, generator in _generators().items():
+def _set(generators: Generators, states: States) -> None:
+    for device, generator in generators.items():
         if device in states:
             generator.set_state(states[device])

@@ -7,6 +7,7 @@ Triton interprets. Ranks may choose differently: nothing is sent.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 
 import torch
@@ -20,6 +21,8 @@ from tp_kernels.comm.triton_support import TritonSupport
 
 from ._op import FLOATING, device_type
 
+# Elements of a block: 128 KiB in float32.
+BLOCK = 1 << 15
 IMPLEMENTATIONS = {
     "dropout": ("host", "triton", "reference"),
     "gated": ("triton", "reference"),
@@ -128,6 +131,15 @@ def alike(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return x, residual
     wide = torch.promote_types(x.dtype, residual.dtype)
     return x.to(wide), residual.to(wide)
+
+
+def blocks(rows: int, width: int) -> Iterator[slice]:
+    """Rows by so many that intermediate results stay in the cache of a core.
+
+    New memory of the size of activations costs more to get than to fill.
+    """
+    step = max(1, BLOCK // max(width, 1))
+    return (slice(start, start + step) for start in range(0, rows, step))
 
 
 def widen(x: Tensor) -> Tensor:

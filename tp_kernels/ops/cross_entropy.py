@@ -103,7 +103,7 @@ def vocab_parallel_cross_entropy(
         start, stop = split_range(vocab_size, group.size, group.rank)
         if logits.dim() and logits.shape[-1] != stop - start:
             raise ShapeError(
-                f"{operation} on rank {group.rank} of {group.size}: logits {tuple(logits.shape)} do "
+                f"{where(operation, group)}: logits {tuple(logits.shape)} do "
                 f"not end in this rank's {stop - start} of {vocab_size} words; pass start= for another "
                 "division or for padded shards"
             )
@@ -113,6 +113,11 @@ def vocab_parallel_cross_entropy(
     flat = rows_of(logits.resolve_neg())
     loss, _ = _op(flat, labels.reshape(-1), *options, group.name, implementation)
     return reduced(loss.view(labels.shape), labels, ignore_index, reduction)
+
+
+def where(operation: str, group: ParallelGroup) -> str:
+    """How messages begin; a function, as a compiler cannot format numbers that it keeps symbolic."""
+    return f"{operation} on rank {group.rank} of {group.size}"
 
 
 def check_options(operation: str, options: LossOptions, reduction: str) -> None:
@@ -130,16 +135,15 @@ def check_rows(
     operation: str, group: ParallelGroup, x: Tensor, labels: Tensor, rows: Sequence[int]
 ) -> None:
     """Refuse labels that are not int64 [*rows], and x that is not floating on the same device."""
-    where = f"{operation} on rank {group.rank} of {group.size}"
     if x.dim() == 0 or labels.shape != torch.Size(rows) or labels.dtype != torch.int64:
         raise ShapeError(
-            f"{where}: labels are {tuple(labels.shape)} {labels.dtype} for {tuple(x.shape)}; expected "
-            f"int64 {tuple(rows)}"
+            f"{where(operation, group)}: labels are {tuple(labels.shape)} {labels.dtype} for "
+            f"{tuple(x.shape)}; expected int64 {tuple(rows)}"
         )
     if x.dtype not in FLOATING or labels.device != x.device:
         raise UnsupportedError(
-            f"{where}: {x.dtype} on {x.device}, labels on {labels.device}; expected one device and a "
-            f"dtype of {FLOATING}"
+            f"{where(operation, group)}: {x.dtype} on {x.device}, labels on {labels.device}; expected "
+            f"one device and a dtype of {FLOATING}"
         )
 
 
@@ -150,7 +154,7 @@ def check_words(operation: str, group: ParallelGroup, labels: Tensor, options: L
     known = (labels == options.ignore_index) | ((labels >= 0) & (labels < options.vocab))
     if not known.all():
         raise ShapeError(
-            f"{operation} on rank {group.rank} of {group.size}: labels {labels[~known][:5].tolist()} are "
+            f"{where(operation, group)}: labels {labels[~known][:5].tolist()} are "
             f"outside the vocabulary 0..{options.vocab - 1} and not ignore_index="
             f"{options.ignore_index}"
         )
@@ -264,7 +268,7 @@ def gradient_(
         x.sub_((d_loss * (options.label_smoothing / options.vocab))[:, None])
     place, here = places(labels, start, x.shape[1])
     picked = torch.where(here, d_loss * (options.label_smoothing - 1), 0.0)
-    x.scatter_add_(1, place, picked[:, None])
+    x.scatter_(1, place, x.gather(1, place) + picked[:, None])  # repeatable on a GPU, too
     if slope is not None:
         x.mul_(slope)
     return x.masked_fill_((labels == options.ignore_index)[:, None], 0.0)

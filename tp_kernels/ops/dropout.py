@@ -143,10 +143,13 @@ def _laid_out(
     x: Tensor, residual: Tensor | None, y: Tensor, apart: list[int]
 ) -> tuple[Tensor, Tensor | None, Tensor, list[int], list[int]]:
     """All in the order of the memory of y, and its sizes and steps in as few dimensions as do."""
-    shape, order = y.shape, sorted(range(y.dim()), key=lambda d: -y.stride()[d])
-    x, y = x.permute(order).contiguous(), y.permute(order)
-    if residual is not None:
-        residual = residual.permute(order).contiguous()
+    shape, strides = y.shape, y.stride()
+    order = sorted(range(y.dim()), key=lambda d: -strides[d])
+    if not y.is_contiguous():
+        x, y = x.permute(order), y.permute(order)
+        residual = None if residual is None else residual.permute(order)
+    x = x.contiguous()
+    residual = None if residual is None else residual.contiguous()
     sizes: list[int] = []
     joined: list[int] = []
     for d in order:

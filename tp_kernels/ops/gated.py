@@ -20,8 +20,8 @@ from torch import Tensor
 from tp_kernels.comm.errors import ShapeError, UnsupportedError
 
 from . import elementwise
-from ._local import check_rows, choose_local, widen
-from ._op import direct, register
+from ._local import blocks, check_rows, choose_local, widen
+from ._op import direct, register, rows_of
 
 aten = torch.ops.aten
 
@@ -100,8 +100,11 @@ def _kernel(gate: Tensor, up: Tensor, activation: str, implementation: str) -> T
         from tp_kernels.kernels.gated import gated as kernel
 
         return kernel(gate, up, activation)
-    y = (_active(widen(gate), activation).mul_(widen(up))).to(gate.dtype)
-    return y.contiguous()
+    y = gate.new_empty(gate.shape)
+    gates, ups, ys = rows_of(gate), rows_of(up), rows_of(y)
+    for part in blocks(*ys.shape):
+        ys[part] = _active(widen(gates[part]), activation).mul_(widen(ups[part]))
+    return y
 
 
 def _backward_kernel(
@@ -112,10 +115,13 @@ def _backward_kernel(
         from tp_kernels.kernels.gated import gated_backward as kernel
 
         return list(kernel(dy, gate, up, activation))
-    dy, x = widen(dy), widen(gate)
-    d_gate = _through(dy * widen(up), x, activation)
-    d_up = _active(x, activation).mul_(dy)
-    return [d.to(gate.dtype).contiguous() for d in (d_gate, d_up)]
+    d_gate, d_up = gate.new_empty(gate.shape), gate.new_empty(gate.shape)
+    dys, gates, ups, d_gates, d_ups = map(rows_of, (dy, gate, up, d_gate, d_up))
+    for part in blocks(*dys.shape):
+        d, x = widen(dys[part]), widen(gates[part])
+        d_gates[part] = _through(d * widen(ups[part]), x, activation)
+        d_ups[part] = _active(x, activation).mul_(d)
+    return [d_gate, d_up]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

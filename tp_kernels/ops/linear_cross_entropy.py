@@ -47,6 +47,7 @@ from .cross_entropy import (
     measure_,
     merge,
     reduced,
+    where,
     wide,
 )
 
@@ -113,23 +114,26 @@ def linear_cross_entropy(
         own = Diverted(operation, weight, bias, None)
         (weight,) = own.operands
     hidden, (weight,), biases = prepare(operation, group, hidden, weight, bias, None)
-    where = f"{operation} on rank {group.rank} of {group.size}"
     if start is None:
         start, stop = split_range(vocab_size, group.size, group.rank)
         if weight.shape[0] != stop - start:
             raise ShapeError(
-                f"{where}: weight {tuple(weight.shape)} does not hold this rank's {stop - start} of "
-                f"{vocab_size} words; pass start= for another division or for padded shards"
+                f"{where(operation, group)}: weight {tuple(weight.shape)} does not hold this rank's "
+                f"{stop - start} of {vocab_size} words; pass start= for another division or for padded shards"
             )
     options = LossOptions(vocab_size, start, ignore_index, label_smoothing, z_loss, soft_cap)
     check_options(operation, options, reduction)
     if chunk_rows is not None and chunk_rows < 1:
-        raise ShapeError(f"{where}: chunk_rows={chunk_rows}; use a positive number or None")
+        raise ShapeError(
+            f"{where(operation, group)}: chunk_rows={chunk_rows}; use a positive number or None"
+        )
     rows: tuple[int, ...] = hidden.shape[:-1]
     inner = 0
     if sequence_parallel:
         if labels.dim() == 0 or hidden.dim() < 2:
-            raise ShapeError(f"{where}: hidden {tuple(hidden.shape)} has no rows to divide")
+            raise ShapeError(
+                f"{where(operation, group)}: hidden {tuple(hidden.shape)} has no rows to divide"
+            )
         collectives.row_counts(operation, hidden, group, labels.shape[0])
         rows, inner = (labels.shape[0], *rows[1:]), max(1, hidden.shape[1:-1].numel())
     check_rows(operation, group, hidden, labels, rows)

@@ -26,7 +26,7 @@ from torch import Tensor
 from tp_kernels.comm.errors import ShapeError, UnsupportedError
 
 from . import elementwise
-from ._local import alike, check_rows, choose_local, widen
+from ._local import alike, blocks, check_rows, choose_local
 from ._op import FLOATING, direct, needed, register, rows_of
 
 
@@ -120,13 +120,26 @@ def _scale(weight: Tensor, zero_centered: bool, wide: torch.dtype) -> Tensor:
     return weight + 1 if zero_centered else weight
 
 
-def _units(s: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:
-    wide = s.to(rstd.dtype)
-    return (
-        wide * rstd.unsqueeze(-1)
-        if mean is None
-        else (wide - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
-    )
+def _forward(
+    s: Tensor,
+    scale: Tensor,
+    shift: Tensor | None,
+    epsilon: float,
+    y: Tensor,
+    rstd: Tensor,
+    mean: Tensor | None,
+    part: slice,
+) -> None:
+    """Fill the rows `part` of y [R, H], rstd and mean [R]."""
+    values = s[part].to(scale.dtype)
+    if mean is not None:
+        y[part], means, roots = torch.native_layer_norm(values, scale.shape, scale, shift, epsilon)
+        mean[part], rstd[part] = means.view(-1), roots.view(-1)
+        return
+    norms = torch.linalg.vector_norm(values, dim=-1)
+    root = (norms.square_().div_(s.shape[-1]) + epsilon).rsqrt_()
+    rstd[part] = root
+    y[part] = (values * root.unsqueeze(-1)).mul_(scale)
 
 
 def _kernel(
@@ -152,16 +165,12 @@ def _kernel(
             (y, s, rstd), mean = kernel.rms_norm(x, scale, **given), None
     else:
         s = (x if residual is None else x + residual).contiguous()  # sums go by memory
-        values = widen(s)
-        mean = values.mean(-1) if centered else None
-        if mean is not None:
-            values = values - mean.unsqueeze(-1)
-        norms = torch.linalg.vector_norm(values, dim=-1)
-        rstd = (norms.square_().div_(x.shape[-1]) + epsilon).rsqrt_()
-        unit = values * rstd.unsqueeze(-1)
-        scale = _scale(weight, zero_centered, wide)
-        y = unit.mul_(scale) if bias is None else unit.mul_(scale).add_(bias.to(wide))
-        y = y.to(x.dtype)
+        scale, shift = _scale(weight, zero_centered, wide), None if bias is None else bias.to(wide)
+        y, rstd = torch.empty_like(s), s.new_empty(s.shape[:-1], dtype=wide)
+        mean = torch.empty_like(rstd) if centered else None
+        outs = rows_of(y), rstd.view(-1), None if mean is None else mean.view(-1)
+        for part in blocks(*rows_of(s).shape):
+            _forward(rows_of(s), scale, shift, epsilon, *outs, part)
     results = [y, rstd] if mean is None else [y, rstd, mean]
     return results if residual is None else [*results, s]
 
@@ -235,19 +244,29 @@ def _backward_kernel(
         if not vectors:
             d_weight = d_bias = weight.new_empty(0)
         return [dx, d_weight.to(weight.dtype), d_bias.to(weight.dtype)]
-    unit, dy = _units(s.contiguous(), mean, rstd), dy.contiguous().to(wide)
-    g = dy * _scale(weight, zero_centered, wide)
-    along = torch.linalg.vecdot(g, unit).div_(s.shape[-1])
-    dx = g if mean is None else g - g.mean(-1, keepdim=True)
-    dx = torch.addcmul(dx, unit, along.unsqueeze(-1), value=-1).mul_(rstd.unsqueeze(-1))
-    dx = dx if ds is None else dx.add_(ds)
-    results = [dx.to(s.dtype)]
+    scale = _scale(weight, zero_centered, wide)
+    rows, ss, dx = rows_of(dy), rows_of(s.contiguous()), s.new_empty(s.shape)
+    dss, dxs = None if ds is None else rows_of(ds), rows_of(dx)
+    d_weight, d_bias = torch.zeros(2, *scale.shape, dtype=wide, device=s.device)
+    for part in blocks(*ss.shape):
+        d, number = rows[part].contiguous().to(wide), rstd.view(-1)[part].unsqueeze(-1)
+        values = ss[part].to(wide)
+        if mean is not None:
+            values = values - mean.view(-1)[part].unsqueeze(-1)
+        unit = values * number
+        product = d * unit
+        if vectors:
+            d_weight += product.sum(0)
+            d_bias += d.sum(0)
+        along = torch.mv(product, scale).div_(s.shape[-1]).unsqueeze(-1)
+        d_part = torch.mul(d, scale, out=product).sub_(unit.mul_(along))
+        if mean is not None:
+            d_part.sub_(torch.mv(d, scale).div_(s.shape[-1]).unsqueeze(-1))
+        d_part.mul_(number)
+        dxs[part] = d_part if dss is None else d_part.add_(dss[part])
     if not vectors:
-        return [*results, weight.new_empty(0), weight.new_empty(0)]
-    rows = rows_of(dy)
-    results.append((rows * rows_of(unit)).sum(0).to(weight.dtype))
-    results.append(rows.sum(0).to(weight.dtype) if mean is not None else torch.zeros_like(weight))
-    return results
+        d_weight = d_bias = scale[:0]
+    return [dx, d_weight.to(weight.dtype), d_bias.to(weight.dtype)]
 
 
 def _backward_fake(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tp_kernels.comm.errors import ShapeError, UnsupportedError
 
-from ._local import check_rows, choose_local, widen
+from ._local import blocks, check_rows, choose_local, widen
 from ._op import FLOATING, register
 
 
@@ -89,9 +89,11 @@ def _kernel(
     sin = -sin if inverse else sin
     half = cos.shape[-1]
     (a, b), (to_a, to_b) = (_pairs(t, half, interleaved) for t in (x, y))
-    a, b = widen(a), widen(b)
-    to_a.copy_((a * cos).sub_(b * sin))
-    to_b.copy_((b * cos).add_(a * sin))
+    for part in blocks(x.shape[1], x.shape[0] * x.shape[2] * half):
+        c, s = cos[:, part], sin[:, part]
+        first, second = widen(a[:, part]), widen(b[:, part])
+        to_a[:, part] = (first * c).sub_(second * s)
+        to_b[:, part] = (second * c).add_(first * s)
     y[..., 2 * half :] = x[..., 2 * half :]
     return y
 
