@@ -20,7 +20,13 @@ from torch import Tensor, nn
 from tests.parity.dense import Rounding, sensitivity
 from tp_kernels import ParallelGroup
 from tp_kernels.comm.layout import split_range
-from tp_kernels.layers import finalize_gradients, placements
+from tp_kernels.layers import (
+    backward_dw,
+    finalize_gradients,
+    gradient_of,
+    placements,
+    use_main_grads,
+)
 
 # A dense run is disturbed by about this, far above float64 and far below what makes second orders count.
 U = 1e-7
@@ -200,6 +206,9 @@ def compute(case: Case, shapes: dict[str, tuple[int, ...]]) -> dict[str, Held]:
         setting = Setting(group, case.sp, case.dtype, o)
         module = entry.build(setting)
         load(module, entry.parameters(o))
+        gradients_go = getattr(o, "gradients", "to grad")
+        if gradients_go == "to main_grad":
+            use_main_grads(module)
         parts, rank = entry.parts(setting), group.rank
         leaves = {}
         for name, shape in entry.inputs(o).items():
@@ -218,6 +227,8 @@ def compute(case: Case, shapes: dict[str, tuple[int, ...]]) -> dict[str, Held]:
                 gradient = gradient * ~torch.isin(index, torch.cat([index.new_empty(0), *earlier]))
             gradients.append(gradient)
         torch.autograd.backward(list(outputs.values()), gradients)
+        if gradients_go == "later":
+            backward_dw(module)
         finalize_gradients(module)
         results = {}
         for kind, tensors in (("output", outputs), ("input", leaves)):
@@ -227,7 +238,7 @@ def compute(case: Case, shapes: dict[str, tuple[int, ...]]) -> dict[str, Held]:
                 results[f"{kind} {name}"] = Held(values, index, not parts[name].copies)
         for name, parameter, placement in placements(module):
             index = placement.slice(positions(placement.shape))
-            results[f"parameter {name}"] = Held(parameter.grad, index, True)
+            results[f"parameter {name}"] = Held(gradient_of(parameter), index, True)
         return results
 
 
