@@ -19,6 +19,7 @@ from tests.kernels import elementwise_body as body
 from tests.kernels import norm_body
 from tests.oracle import copy_to, digest
 from tp_kernels import kernels
+from tp_kernels.ops import dropout
 
 DEVICE = "cuda"
 # One row, short ones side by side in a tile, several tiles to a row, in every layout; sizes that 16 divides.
@@ -133,6 +134,27 @@ def _norm(
     return y, s, *saved, *backward(dy, s, weight, *saved, **({"ds": ds} if more else {}))
 
 
+def dropped(device: str) -> None:
+    """The mask of the CPU, also of indexes beyond 32 bits; a sum may be rounded once less."""
+    p, key = 0.3, torch.tensor(0x1234_5678_9ABC_DEF0)
+    for seed, (shape, layout) in enumerate(SHAPES):
+        for dtype in DTYPES.values():
+            x, residual = (body.draw(shape, dtype, 11 * seed + i, layout) for i in range(2))
+            place: dict[str, Any] = {"dim": 0, "start": 1 << 34, "size": (1 << 34) + shape[0]}
+
+            def call(x: Tensor, residual: Tensor, key: Tensor, place: Any = place) -> Results:
+                how = {"key": key, "implementation": "triton"} | place
+                return dropout(x, p, **how), dropout(x, p, residual=residual, **how)
+
+            plain, added = run(call, device, x, residual, key)
+            where = (shape, dtype, layout)
+            exact = dropout(x, p, key=key, **place)
+            assert digest(plain) == digest(exact), where
+            scaled = torch.where(exact != 0, x.double() / (1 - p), 0.0)
+            total = scaled + residual.double()
+            body.close(added, total, body.w * (2 * scaled.abs() + total.abs()), *where)
+
+
 def run(call: Callable[..., Results], device: str, *tensors: Tensor) -> Results:
     """Results for tensors like these on the device, where a captured call has to have the same bits."""
     moved = [copy_to(t, device) for t in tensors]
@@ -151,5 +173,6 @@ FUNCTIONS: dict[str, Callable[[str], Any]] = {
     **{f"gated {name}": partial(gated_by, name) for name in body.ACTIVATIONS},
     "rotary half-split": partial(turned, False),
     "rotary interleaved": partial(turned, True),
+    "dropout": dropped,
     **{name: partial(normed, name) for name in ("rms_norm", "layer_norm")},
 }
