@@ -26,13 +26,12 @@ def product(layer: str, entry: Entry) -> list[Case]:
     return cases
 
 
-def values_of(case: Case) -> tuple[object, ...]:
-    return (case.world, case.sp, case.dtype, *(value for _, value in case.options))
-
-
 def groups(case: Case) -> Iterator[tuple[object, ...]]:
-    """All choices of `STRENGTH` axes with their values."""
-    return itertools.combinations(enumerate(values_of(case)), STRENGTH)
+    """All choices of `STRENGTH` axes, of those that have several values, with their values."""
+    axes = ENTRIES[case.layer].options
+    values: list[object] = [case.world, case.sp, case.dtype]
+    values += [value for name, value in case.options if len(axes[name]) > 1]
+    return itertools.combinations(enumerate(values), STRENGTH)
 
 
 def covering(cases: list[Case], seed: str) -> list[Case]:
