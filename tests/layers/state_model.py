@@ -69,13 +69,27 @@ class Packed(nn.Module):
         place(self, "scale", ParamPlacement(group, (), partial_gradient=True))
         for name, placement in self.placements.items():
             setattr(self, name, nn.Parameter(torch.zeros(placement.local_shape(), dtype=dtype)))
-        self.seen = 0
+        self.seen = torch.tensor(0)
 
-    def get_extra_state(self) -> int:
-        return self.seen
+    def get_extra_state(self) -> Tensor:
+        return self.seen.clone()
 
-    def set_extra_state(self, state: int) -> None:
+    def set_extra_state(self, state: Tensor) -> None:
         self.seen = state
+
+
+class Counting(nn.Identity):
+    """Extra state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, int] = {}
+
+    def get_extra_state(self) -> dict[str, int]:
+        return self.calls
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state
 
 
 class Everything(nn.Module):
@@ -89,6 +103,7 @@ class Everything(nn.Module):
         self.packed = Packed(group, dtype)
         self.qkv = QKVParallelLinear(6, 5, 2, 2, **options)
         self.norm = nn.BatchNorm1d(6, dtype=dtype)
+        self.counting = Counting()
         self.head = ParallelLMHead(6, 13, **options)
         if tied:
             self.head.weight = self.embed.weight
@@ -104,7 +119,8 @@ def unsplit(dtype: torch.dtype, seed: int = 0, tied: bool = True) -> dict[str, o
     if tied:
         state["head.weight"] = state["embed.weight"]
     state["norm.num_batches_tracked"] = torch.tensor(seed + 3)
-    state["packed._extra_state"] = seed + 5
+    state["packed._extra_state"] = torch.tensor(seed + 5)
+    state["counting._extra_state"] = {"calls": seed + 7}
     return state
 
 

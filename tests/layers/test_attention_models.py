@@ -18,7 +18,7 @@ from tp_kernels.layers import ParallelAttention, RotaryOptions, YarnScaling, pla
 HEADS, KV, WIDTH, HIDDEN, LENGTH = 4, 2, 6, 24, 9
 NAMES = {"query_key_value": "qkv_proj", "dense": "o_proj"}
 MODELS: dict[str, dict[str, Any]] = {
-    "qwen3": {"qk_norm": "rms", "rotary": RotaryOptions(1e6)},
+    "qwen3": {"qk_norm": "rms", "qk_norm_epsilon": 0.1, "rotary": RotaryOptions(1e6)},
     "gemma2": {"softcap": 3.0, "scale": 5**-0.5, "sliding_window": 4},
     "gemma3_text": {"qk_norm": "rms_zero_centered", "scale": 5**-0.5, "sliding_window": 4},
     "gpt_oss": {
@@ -56,7 +56,10 @@ def reference(model: str) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         attn_implementation="eager",
         pad_token_id=0,
         **{
-            "qwen3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+            "qwen3": {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+                "rms_norm_eps": 0.1,
+            },
             "gemma2": {"attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 5},
             "gemma3_text": {"query_pre_attn_scalar": 5},
             "glm": {

@@ -359,6 +359,8 @@ def test_refused_at_construction():
     refuse("sliding_window=0", sliding_window=0)
     refuse("softcap=0", softcap=0.0)
     refuse("softcap=-1", softcap=-1.0)
+    refuse("softcap=inf", softcap=math.inf)
+    refuse("qk_norm_epsilon=1e-05 without", qk_norm_epsilon=1e-5)
     refuse("scale=0", scale=0.0)
     refuse("scale=inf", scale=math.inf)
     refuse("dropout=1.5", dropout=1.5)

@@ -205,7 +205,7 @@ def shards() -> None:
         assert list(state) == list(model.state_dict())
         for name, value in state.items():
             if "norm." in name or "extra" in name:
-                assert type(value) in (Tensor, int)
+                assert type(value) in (Tensor, dict)
                 continue
             assert tuple(value.shape) == SHAPES[name] and value.dtype == torch.float64
             whole = torch.full(SHAPES[name], torch.nan, dtype=torch.float64)

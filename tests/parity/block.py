@@ -17,6 +17,7 @@ from tests.parity.case import Entry, Options, Part, Setting
 from tests.parity.dense import Rounding
 from tests.parity.linear import (
     BATCH,
+    GRADIENTS,
     INNER,
     OUTER,
     Named,
@@ -110,6 +111,7 @@ def build(s: Setting) -> ParallelTransformerBlock:
         dropout=s.o.dropout,
         attention=attention_options(inner_options(s.o)),
         mlp={"bias": bias},
+        delay_wgrad=s.o.gradients == "later",
         batch_first=s.o.batch_first,
         **s.common,
     )
@@ -127,6 +129,7 @@ BLOCK = Entry(
         "norm": ("rms", "layer"),
         "position": tuple(NORMS),
         "dropout": (0.0, 0.3),
+        "gradients": GRADIENTS,
         "batch_first": (None,),
     },
     parameters=parameters,

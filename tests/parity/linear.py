@@ -14,6 +14,7 @@ BATCH, INNER, OUTER = 2, 10, 13  # widths that divide by nothing
 TOKENS = (5, 3)  # with 3 tokens on 4 ranks, one has none
 FLAGS = (False, True)
 LAYOUTS = (None, True, False)
+GRADIENTS = ("to grad", "to main_grad", "later")  # of weights
 
 Named = dict[str, Tensor]
 
@@ -38,6 +39,8 @@ def build_column(s: Setting) -> ColumnParallelLinear:
         s.o.bias,
         gather_output=s.o.gather_output,
         skip_bias_add=s.o.skip_bias_add,
+        gathered=s.o.gathered,
+        delay_wgrad=s.o.gradients == "later",
         batch_first=s.o.batch_first,
         **s.common,
     )
@@ -52,7 +55,7 @@ def with_bias(s: Setting, y: Any) -> Named:
 
 
 def column_allowed(case: Case, o: Options) -> bool:
-    return not (o.gather_output and o.skip_bias_add)
+    return not (o.gather_output and o.skip_bias_add) and (case.sp or o.gathered == "keep")
 
 
 COLUMN = Entry(
@@ -61,6 +64,8 @@ COLUMN = Entry(
         "bias": FLAGS,
         "gather_output": FLAGS,
         "skip_bias_add": FLAGS,
+        "gathered": ("keep", "redo"),
+        "gradients": GRADIENTS,
         "batch_first": LAYOUTS,
     },
     parameters=lambda o: linear_parameters(o, INNER, OUTER),
@@ -82,6 +87,7 @@ def build_row(s: Setting) -> RowParallelLinear:
         INNER,
         s.o.bias,
         input_is_parallel=s.o.input_is_parallel,
+        delay_wgrad=s.o.gradients == "later",
         skip_bias_add=s.o.skip_bias_add,
         batch_first=s.o.batch_first,
         **s.common,
@@ -94,6 +100,7 @@ ROW = Entry(
         "bias": FLAGS,
         "input_is_parallel": FLAGS,
         "skip_bias_add": FLAGS,
+        "gradients": GRADIENTS,
         "batch_first": LAYOUTS,
     },
     parameters=lambda o: linear_parameters(o, OUTER, INNER),

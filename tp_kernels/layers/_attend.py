@@ -18,9 +18,8 @@ from tp_kernels.ops.dropout import dropout
 
 from .heads import HeadShard
 
-CHUNK = (
-    512  # queries; not of the local heads, so that random numbers do not depend on the world size
-)
+# Queries; whatever the number of local heads, so that random numbers do not depend on the world size.
+CHUNK = 512
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,8 @@ class AttentionOptions:
     def __post_init__(self) -> None:
         if self.sliding_window is not None and self.sliding_window < 1:
             raise UnsupportedError(f"sliding_window={self.sliding_window} must be positive")
-        if self.softcap is not None and not self.softcap > 0:
-            raise UnsupportedError(f"softcap={self.softcap} must be positive; None for no cap")
+        if self.softcap is not None and not 0 < self.softcap < math.inf:
+            raise UnsupportedError(f"softcap={self.softcap} must be positive and finite, or None")
         if self.scale is not None and not 0 < self.scale < math.inf:
             raise UnsupportedError(f"scale={self.scale} must be positive and finite")
         if not 0 <= self.dropout <= 1:

@@ -41,6 +41,7 @@ class ParallelAttention(QKVParallelLinear):
         qk_norm: "rms" for an RMSNorm of each head of queries and keys, before they are turned (Qwen3):
             parameters `q_norm.weight`, `k_norm.weight` [D]. "rms_zero_centered" scales by 1 + weight
             (Gemma 3). None for none.
+        qk_norm_epsilon: theirs; None: RMSNorm's default.
         alibi: -slope * distance added to the scores (Press et al., 2022), slopes of the unsplit heads.
         softcap: scores become softcap * tanh(scores / softcap), before masks (Gemma 2).
         sinks: a learned logit per head that takes its share of the softmax (gpt-oss): `sinks` [heads].
@@ -86,7 +87,7 @@ class ParallelAttention(QKVParallelLinear):
         sliding_window: int | None = None,
         rotary: RotaryOptions | None = RotaryOptions(),  # noqa: B008  # frozen
         qk_norm: str | None = None,
-        qk_norm_epsilon: float = 1e-6,
+        qk_norm_epsilon: float | None = None,
         alibi: bool = False,
         softcap: float | None = None,
         sinks: bool = False,
@@ -103,9 +104,12 @@ class ParallelAttention(QKVParallelLinear):
     ) -> None:
         group = as_group(group)
         memory: dict[str, Any] = {"device": device, "dtype": dtype}
-        linear = {**memory, "sequence_parallel": sequence_parallel, "batch_first": batch_first}
-        if delay_wgrad:
-            linear["delay_wgrad"] = delay_wgrad
+        linear = {
+            **memory,
+            "sequence_parallel": sequence_parallel,
+            "batch_first": batch_first,
+            "delay_wgrad": delay_wgrad,
+        }
         super().__init__(
             hidden_size,
             num_heads,
@@ -131,6 +135,8 @@ class ParallelAttention(QKVParallelLinear):
             raise UnsupportedError(
                 f"qk_norm={qk_norm!r}; 'rms' or 'rms_zero_centered' over each head, or None"
             )
+        if qk_norm is None and qk_norm_epsilon is not None:
+            raise UnsupportedError(f"qk_norm_epsilon={qk_norm_epsilon} without qk_norm")
         self.streams = streams
         self.rotary = None if rotary is None else RotaryEmbedding(self.head_dim, rotary)
         self.q_norm = self.k_norm = None
@@ -138,8 +144,10 @@ class ParallelAttention(QKVParallelLinear):
             # their gradients are parts, as under sequence parallelism: here each rank has its own heads
             norm: dict[str, Any] = {"group": group, "sequence_parallel": True, **memory}
             norm["zero_centered"] = qk_norm == "rms_zero_centered"
-            self.q_norm = RMSNorm(self.head_dim, qk_norm_epsilon, **norm)
-            self.k_norm = RMSNorm(self.head_dim, qk_norm_epsilon, **norm)
+            if qk_norm_epsilon is not None:
+                norm["epsilon"] = qk_norm_epsilon
+            self.q_norm = RMSNorm(self.head_dim, **norm)
+            self.k_norm = RMSNorm(self.head_dim, **norm)
         shards = partition_heads(num_heads, num_kv_heads or num_heads, group.size)
         if sinks:
             by_head = ParamPlacement(group, (num_heads,), 0, tuple(shard.q for shard in shards))

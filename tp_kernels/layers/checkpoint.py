@@ -20,7 +20,7 @@ from tp_kernels.comm.errors import ShapeError, TpKernelsError, UnsupportedError
 
 from .placement import ParamPlacement
 from .sharded import sharded, sharded_state_dict
-from .state import EXTRA_STATE, placement_by_id, set_extra_state
+from .state import is_extra_state, placement_by_id, set_extra_state
 
 _GROUPS = "optimizer.param_groups"
 _STATE = "optimizer.state."  # then the optimizer's own key, a dot, and the name of the parameter
@@ -50,7 +50,7 @@ def save_sharded(
     """
     from torch.distributed.checkpoint import FileSystemWriter, save
 
-    state = {f"model.{name}": value for name, value in sharded_state_dict(model).items()}
+    state = _model_state(model)
     if optimizer is not None:
         state |= _optimizer_state(model, optimizer)
     # Overwriting would leave old metadata beside new data for a while.
@@ -105,8 +105,8 @@ def load_sharded(
         read(state)  # tensors in their place, objects as entries of `state`
         _give(model, optimizer, groups, {name: moments.get(name, state[name]) for name in targets})
     for name, value in state.items():
-        if name.endswith(EXTRA_STATE):
-            set_extra_state(model, name.removeprefix("model."), value)
+        if name.startswith("model.") and is_extra_state(name):
+            set_extra_state(model, name.removeprefix("model."), value[0])
 
 
 def _run(title: str, group: dist.ProcessGroup | None, function: Callable[..., object]) -> None:
@@ -122,10 +122,18 @@ def _run(title: str, group: dist.ProcessGroup | None, function: Callable[..., ob
         raise TpKernelsError(f"{title} failed on ranks {causes}") from failure
 
 
+def _model_state(model: nn.Module) -> dict[str, Any]:
+    # A tuple is one object to torch.distributed.checkpoint; dicts and lists are one per element.
+    return {
+        f"model.{name}": (value,) if is_extra_state(name) else value
+        for name, value in sharded_state_dict(model).items()
+    }
+
+
 def _wanted(title: str, model: nn.Module, stored: dict[str, Any], strict: bool) -> dict[str, Any]:
     """What to read for the model, after checking names and shapes."""
     own = model.state_dict(keep_vars=True)
-    shards = {f"model.{name}": value for name, value in sharded_state_dict(model).items()}
+    shards = _model_state(model)
     found = {id(value) for name, value in own.items() if f"model.{name}" in stored}
     missing = [n for n, v in own.items() if f"model.{n}" not in stored and id(v) not in found]
     unexpected = [n for n in stored if n.startswith("model.") and n not in shards]
@@ -168,7 +176,6 @@ def _group_values(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     placed = placement_by_id(model)
-    # A tuple is one object to torch.distributed.checkpoint, a list one per element.
     state: dict[str, Any] = {_GROUPS: tuple(_group_values(model, optimizer))}
     for name, parameter, _ in _named(model, optimizer):
         placement = placed.get(id(parameter))

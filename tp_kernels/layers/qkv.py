@@ -87,11 +87,10 @@ class QKVParallelLinear(nn.Module):
             "group": group,
             "sequence_parallel": sequence_parallel,
             "batch_first": batch_first,
+            "delay_wgrad": delay_wgrad,
             "device": device,
             "dtype": dtype,
         }
-        if delay_wgrad:
-            options["delay_wgrad"] = delay_wgrad
 
         def column(features: int, heads: int, ranges: Ranges) -> ColumnParallelLinear:
             return ColumnParallelLinear(features, heads * head_dim, bias, ranges=ranges, **options)

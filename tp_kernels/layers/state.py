@@ -17,7 +17,7 @@ from tp_kernels.comm.errors import ShapeError, TpKernelsError, UnsupportedError
 
 from .placement import ParamPlacement, placements
 
-EXTRA_STATE = "_extra_state"  # torch's name of what get_extra_state returns
+_EXTRA_STATE = "_extra_state"  # torch's name of what get_extra_state returns
 
 
 class LoadedKeys(NamedTuple):
@@ -64,7 +64,7 @@ def load_full_state_dict(
     """Take this rank's part of each unsplit tensor in `state`: a dict, or a mapping that reads on demand.
 
     Every rank passes the same state; nothing is communicated. Of tied parameters one name is enough.
-    Nothing is changed if something is wrong.
+    Nothing is changed if something is wrong: shapes are looked at before the first tensor is copied.
 
     Raises:
         ShapeError: tensors that are not the unsplit ones, or different tensors for tied parameters.
@@ -90,16 +90,14 @@ def load_full_state_dict(
         lines = [f"missing: {name}" for name in missing]
         lines += [f"unexpected: {name}" for name in unexpected]
         raise TpKernelsError(title + "\n  ".join(lines))
-    done: set[int] = set()
     for name, value in own.items():
         found = source[name]
-        if found is None or id(value) in done:
+        if found is None:
             continue
-        if isinstance(value, Tensor):
-            done.add(id(value))
-            take(value, state[found], placed.get(id(value)))
-        else:
+        if is_extra_state(name):
             set_extra_state(module, name, state[found])
+        else:
+            take(value, state[found], placed.get(id(value)))
     return LoadedKeys(missing, unexpected)
 
 
@@ -108,9 +106,14 @@ def placement_by_id(module: nn.Module) -> dict[int, ParamPlacement]:
     return {id(parameter): placement for _, parameter, placement in placements(module)}
 
 
+def is_extra_state(name: str) -> bool:
+    """Whether the entry `name` of a state dict is what a module's get_extra_state returned."""
+    return name.rpartition(".")[2] == _EXTRA_STATE
+
+
 def set_extra_state(module: nn.Module, name: str, value: Any) -> None:
-    """Give the entry `name` of a state dict, which ends with EXTRA_STATE, back to its module."""
-    module.get_submodule(name.removesuffix(EXTRA_STATE).rstrip(".")).set_extra_state(value)
+    """Give the entry `name` of a state dict back to the module that it is the extra state of."""
+    module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
 
 
 def is_dtensor(value: Any) -> bool:
@@ -140,7 +143,7 @@ def _sources(own: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, str 
 def _faults(
     name: str, value: Any, state: Mapping[str, Any], placed: Mapping[int, ParamPlacement]
 ) -> Iterator[str]:
-    if not isinstance(value, Tensor) or name not in state:
+    if name not in state or is_extra_state(name):
         return
     if value.is_meta:
         raise UnsupportedError(
@@ -154,7 +157,8 @@ def _faults(
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    return a is b or a.data_ptr() == b.data_ptr() or torch.equal(a, b)
+    one = a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
+    return one or torch.equal(a, b)  # NaN is not equal to itself, one tensor is
 
 
 @torch.no_grad()
