@@ -1,6 +1,6 @@
 """Measures what the loss of an output head takes in memory: with the logits materialised, and without.
 
-    python bench/loss_memory.py --out bench/results/xeon-2-cores/loss_memory.json
+    python bench/loss_memory.py --out loss_memory.json
 
 Forward and backward of `vocab_parallel_cross_entropy(copy_linear(...))` and of `linear_cross_entropy`, each
 in ranks of its own. Two counts, of the rank that needs most, both beyond inputs and gradients: bytes of
@@ -40,7 +40,7 @@ def measure(
 ) -> dict[str, float]:
     """Bytes and seconds of this rank."""
     torch.manual_seed(0)
-    with ParallelGroup() as group:
+    with ParallelGroup(timeout=600) as group:  # a product of this size may take minutes
         words = split_sizes(vocab, group.size)[group.rank]
         h = torch.randn(rows, hidden).to(DTYPES[dtype]).requires_grad_()
         w = (torch.randn(words, hidden) / hidden**0.5).to(DTYPES[dtype]).requires_grad_()
