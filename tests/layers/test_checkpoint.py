@@ -88,24 +88,21 @@ def write(directory: Path, dtype: torch.dtype, seed: int, tied: bool = True) -> 
 
 
 def read(directory: Path, dtype: torch.dtype, seed: int, tied: bool = True) -> None:
+    """Into a new optimizer on an odd number of ranks, into one with other state on an even one."""
     with ParallelGroup(timeout=30, provider="none") as group:
-        for fresh in (True, False):
-            model = Everything(group, dtype, tied)
-            optimizer = optimizer_of(model, None if fresh else 77)
-            if not fresh:
-                optimizer.state[model.row.bias]["max_exp_avg_sq"] = torch.ones(6)
-            load_sharded(directory, model, optimizer)
-            assert equal(full_state_dict(model), unsplit(dtype, seed, tied))
-            assert (model.head.weight is model.embed.weight) == tied
-            check_optimizer(model, optimizer, seed)
-            if dtype == torch.float32:  # torch's step wants moments of the parameter's dtype
-                for parameter in model.parameters():
-                    parameter.grad = torch.ones_like(parameter)
-                optimizer.step()
-                assert optimizer.state[model.row.bias]["step"] == seed + 1
-        alone = Everything(group, dtype, tied)
-        load_sharded(directory, alone)
-        assert equal(full_state_dict(alone), unsplit(dtype, seed, tied))
+        model = Everything(group, dtype, tied)
+        optimizer = optimizer_of(model, None if group.size % 2 else 77)
+        if optimizer.state:
+            optimizer.state[model.row.bias]["max_exp_avg_sq"] = torch.ones(6)
+        load_sharded(directory, model, optimizer)
+        assert equal(full_state_dict(model), unsplit(dtype, seed, tied))
+        assert (model.head.weight is model.embed.weight) == tied
+        check_optimizer(model, optimizer, seed)
+        if dtype == torch.float32:  # torch's step wants moments of the parameter's dtype
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            assert optimizer.state[model.row.bias]["step"] == seed + 1
 
 
 @pytest.mark.parametrize("saved", [1, 2, 3, 4])
