@@ -172,7 +172,7 @@ def test_by_layer(world):
 
 
 def announced() -> None:
-    """A wrapper that waits for the hooks of a weight with main_grad hears of it once the gradient is there."""
+    """Who waits for the hooks of a weight with main_grad hears of it when the gradient is there."""
     with ParallelGroup(timeout=30) as group:
         layer = RowParallelLinear(INNER, H, group=group, delay_wgrad=True)
         layer.weight.main_grad = torch.zeros_like(layer.weight)

@@ -276,7 +276,11 @@ def refusals() -> None:
             ((1, 3), (4, 6)),
         ]  # packed: their order is not that of the ranks
         overlap = [(0, 4), (3, 6)]
-        for ranges in (pieces, overlap, [(3, 6), (0, 3)]):
+        with pytest.raises(ShapeError, match="overlap; the ranks would add"):
+            row(ranges=overlap)
+        with pytest.raises(UnsupportedError, match="one range of features per rank"):
+            column(gather_output=True, ranges=overlap)
+        for ranges in (pieces, [(3, 6), (0, 3)]):
             with pytest.raises(UnsupportedError, match="one range of features per rank"):
                 column(gather_output=True, ranges=ranges)
             with pytest.raises(UnsupportedError, match="one range of features per rank"):

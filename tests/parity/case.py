@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -28,11 +28,16 @@ from tp_kernels.layers import (
     use_main_grads,
 )
 
+# Axes of every layer: float64 goes through the process group, the others through shared memory.
+WORLDS = (1, 2, 3, 4)
+MODES = (False, True)  # sequence parallelism
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+
 # A dense run is disturbed by about this, far above float64 and far below what makes second orders count.
 U = 1e-7
 RUNS = 16
 # A rounding is uniform in u |y| and not normal with that deviation, so that its own is at most 0.6 of the
-# drawn one. Sixteen runs underestimate a deviation by a factor of 3 with a probability of 1e-6; 12 times the
+# drawn one. Sixteen runs underestimate a deviation by a factor of 3 with a probability of 4e-6; 12 times the
 # scatter is then still 7 deviations of what an arithmetic loses.
 SIGMAS = 12.0
 
@@ -119,9 +124,7 @@ class Entry:
         build: the sharded layer.
         call: (setting, layer, this rank's parts of the inputs) -> this rank's parts of the outputs by name.
         parts: how inputs and outputs are divided.
-        sp: whether sequence parallelism is an axis.
         allowed: which combinations of options exist.
-        worlds: sizes of groups.
         wide: outputs are in fp32 where the layer is in bf16.
     """
 
@@ -132,11 +135,8 @@ class Entry:
     build: Callable[[Setting], nn.Module]
     call: Callable[[Setting, Any, dict[str, Tensor]], dict[str, Tensor]]
     parts: Callable[[Setting], dict[str, Part]]
-    sp: Sequence[bool] = (False, True)
     allowed: Callable[[Case, Options], bool] = lambda case, o: True
-    worlds: Sequence[int] = (1, 2, 3, 4)
     wide: bool = False
-    dtypes: Sequence[torch.dtype] = field(default=(torch.float64, torch.float32, torch.bfloat16))
 
 
 def draw(name: str, shape: tuple[int, ...]) -> Tensor:

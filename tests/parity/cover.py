@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from random import Random
 
-from tests.parity.case import Case, Entry, Options
+from tests.parity.case import DTYPES, MODES, WORLDS, Case, Entry, Options
 from tests.parity.entries import ENTRIES
 
 STRENGTH = 3
@@ -17,7 +17,7 @@ FULL = os.environ.get("TP_KERNELS_PARITY") == "full"
 def product(layer: str, entry: Entry) -> list[Case]:
     """All cases of a layer that exist; those of one reference follow each other."""
     cases = []
-    axes = (*entry.options.values(), entry.worlds, entry.sp, entry.dtypes)
+    axes = (*entry.options.values(), WORLDS, MODES, DTYPES)
     for *values, world, sp, dtype in itertools.product(*axes):
         options = tuple(zip(entry.options, values, strict=True))
         case = Case(layer, world, sp, dtype, options)
@@ -26,13 +26,12 @@ def product(layer: str, entry: Entry) -> list[Case]:
     return cases
 
 
-def values_of(case: Case) -> tuple[object, ...]:
-    return (case.world, case.sp, case.dtype, *(value for _, value in case.options))
-
-
 def groups(case: Case) -> Iterator[tuple[object, ...]]:
-    """All choices of `STRENGTH` axes with their values."""
-    return itertools.combinations(enumerate(values_of(case)), STRENGTH)
+    """All choices of `STRENGTH` axes, of those that have several values, with their values."""
+    axes = ENTRIES[case.layer].options
+    values: list[object] = [case.world, case.sp, case.dtype]
+    values += [value for name, value in case.options if len(axes[name]) > 1]
+    return itertools.combinations(enumerate(values), STRENGTH)
 
 
 def covering(cases: list[Case], seed: str) -> list[Case]:

@@ -24,9 +24,8 @@ def test_parity(world, case: Case):
     check(case, world(case.world).run(compute, case, shapes))
 
 
-def test_number_of_cases(record_property):
+def test_number_of_cases():
     """A suite that lost its cases passes otherwise."""
-    record_property("cases", len(CASES))
     everything = {layer: product(layer, entry) for layer, entry in ENTRIES.items()}
     for layer, cases in everything.items():
         mine = [case for case in CASES if case.layer == layer]

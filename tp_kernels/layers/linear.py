@@ -292,6 +292,11 @@ class RowParallelLinear(_ShardedLinear):
             device=device,
             dtype=dtype,
         )
+        if self.placements["weight"].overlapping:
+            raise ShapeError(
+                f"RowParallelLinear: ranges {self.ranges} overlap; the ranks would add the products of "
+                "the same features several times"
+            )
         self.input_is_parallel = input_is_parallel
         if not input_is_parallel:
             self.sizes = self._sizes("input_is_parallel=False")
