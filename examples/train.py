@@ -162,7 +162,7 @@ def compare_all(settings: list[Settings], text: Path, picture: Path) -> int:
     draw(curves, entropy, BOUND, picture)
     verdict = "[green]yes" if worst <= BOUND else "[bold red]no"
     console.print(
-        "Nats per byte; apart: furthest from the loss of one process.\n"
+        "Nats per byte; SP: sequence parallel; apart: furthest from the loss of one process.\n"
         f"The unigram entropy of the text is {entropy:.4f}.\n"
         f"Curves: {picture}\nlosses within {BOUND:g} of one process: {verdict}"
     )
@@ -172,7 +172,7 @@ def compare_all(settings: list[Settings], text: Path, picture: Path) -> int:
 def way_of(size: int, sequence_parallel: bool) -> str:
     if size == 1:
         return "1 process"
-    return f"{size} ranks" + (", sequence parallel" if sequence_parallel else "")
+    return f"{size} ranks" + (", SP" if sequence_parallel else "")
 
 
 def furthest(losses: list[float], wanted: list[float]) -> tuple[float, int]:

@@ -146,7 +146,7 @@ def test_command_line(monkeypatch, tmp_path):
     assert shown.exit_code == 0 and "unigram entropy of the text is 3.08" in shown.output
     picture = tmp_path / "curves.png"
     shown = run(cli.app, [*short, "--compare", "--picture", str(picture)])
-    assert shown.exit_code == 0 and "2 ranks, sequence parallel" in shown.output
+    assert shown.exit_code == 0 and "2 ranks, SP" in shown.output
     assert "yes" in shown.output and picture.stat().st_size > 10_000
     for arguments, words in (
         (["--model", "bert"], "known are llama, gpt2"),
