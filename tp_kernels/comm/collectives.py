@@ -85,6 +85,11 @@ def all_gather(
             return result
     if counts is None:
         counts = row_counts("all_gather", x, group, rows) if group.size > 1 else x.shape[:1]
+    elif len(counts) != group.size or counts[group.rank] != x.shape[0]:
+        raise ShapeError(
+            f"all_gather on rank {group.rank} of {group.size}: counts={list(counts)} of x "
+            f"{tuple(x.shape)}; expected one for each rank, this rank's {x.shape[0]} among them"
+        )
     if out is not None:
         _check_out("all_gather", x, (sum(counts), *x.shape[1:]), out, group)
     if group.size == 1:

@@ -11,6 +11,7 @@ from .gradients import (
     count_parameters,
     finalize_gradients,
     gradient_of,
+    main_grads_to_grads,
     use_main_grads,
 )
 from .heads import HeadShard, partition_heads
@@ -72,6 +73,7 @@ __all__ = [
     "initialize_",
     "load_full_state_dict",
     "load_sharded",
+    "main_grads_to_grads",
     "materialize",
     "partition_heads",
     "placements",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tp_kernels.comm.errors import ShapeError, UnsupportedError
 from tp_kernels.comm.group import GroupLike, as_group
+from tp_kernels.ops.regions import copy_to_ranks
 from tp_kernels.ops.rotary import apply_rotary
 
 from ._attend import CHUNK, AttentionOptions, attend, local_mask, needs_scores
@@ -60,7 +61,8 @@ class ParallelAttention(QKVParallelLinear):
         position_ids: int [s] or [b, s], of rotary only; default: counted from the cache's length, or from
             the start of each packed text. Masks, windows and ALiBi go by the place in the sequence.
         attention_mask: bool (True: may see) or numbers to add, broadcastable to [b, heads, s, t], with t all
-            tokens so far; its head dimension has 1, this rank's or all heads. Combined with causal and
+            tokens so far; its head dimension has 1, this rank's or all heads. The gradient of one with 1
+            or all heads is that of the unsplit layer, on every rank. Combined with causal and
             sliding_window. A query that sees nothing gives zeros.
         cache: a KVCache or StaticKVCache, without gradients and not under sequence parallelism. With
             context_size it keeps keys and values of the context, which later calls leave out.
@@ -193,6 +195,9 @@ class ParallelAttention(QKVParallelLinear):
                 raise UnsupportedError("ParallelAttention: cu_seqlens with an attention_mask")
             total = past if ready else past + length
             total = total if context is None else self._sizes(context, context_rows)[1]
+            shared = attention_mask.dim() < 3 or attention_mask.shape[-3] in (1, self.shard.heads)
+            if attention_mask.requires_grad and shared:  # by ranks that use it for different heads
+                attention_mask = copy_to_ranks(attention_mask, group=self.o_proj.group)
             mask = local_mask(attention_mask, self.shard, batch, length, total)
         if cu_seqlens is not None:
             bounds = _bounds(cu_seqlens, length)
@@ -313,6 +318,14 @@ class ParallelAttention(QKVParallelLinear):
                 )
         if self.rotary is None and (position_ids is not None or rotary is not None):
             refuse("position_ids or rotary= without rotary embedding would have no effect")
+        if rotary is not None and self.rotary is not None:
+            for table in rotary:
+                if table.shape[-1] != self.rotary.dim // 2:
+                    raise ShapeError(
+                        f"ParallelAttention: a table of rotary= is {tuple(table.shape)}; expected "
+                        f"[1 or b, s, {self.rotary.dim // 2}], a column for each pair (transformers' tables "
+                        "have every column twice: pass table[..., :R // 2])"
+                    )
         if position_ids is not None and rotary is not None:
             refuse("position_ids with rotary=: the tables have been made from positions")
         if (

@@ -49,6 +49,13 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.group: ParallelGroup = as_group(group)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        if padding_idx is not None:
+            if not -num_embeddings <= padding_idx < num_embeddings:
+                raise ShapeError(
+                    f"VocabParallelEmbedding: padding_idx={padding_idx} is outside the vocabulary "
+                    f"0..{num_embeddings - 1}"
+                )
+            padding_idx %= num_embeddings  # as torch's, counted from the end
         self.padding_idx, self.scale = padding_idx, scale
         self.sequence_parallel = sequence_parallel
         self.batch_first = not sequence_parallel if batch_first is None else batch_first

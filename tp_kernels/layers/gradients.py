@@ -52,7 +52,9 @@ def use_main_grads(module: nn.Module, dtype: torch.dtype = torch.float32) -> Non
     """Give each trainable parameter a `main_grad` of `dtype` (float64 if it is float64), filled with zeros.
 
     The linear ops add weight gradients there; what autograd accumulates otherwise (biases, norms,
-    embeddings) is moved there by hooks. Called again: fills with zeros.
+    embeddings) is moved there by hooks. Called again: fills with zeros. An optimizer that reads `grad`
+    needs `main_grads_to_grads(module)` in front of its step. Every backward adds to them, also one that
+    asks for other gradients only (`backward(inputs=)`, `torch.autograd.grad`).
     """
     for parameter in module.parameters():
         if not parameter.requires_grad:
@@ -60,11 +62,23 @@ def use_main_grads(module: nn.Module, dtype: torch.dtype = torch.float32) -> Non
         main = main_grad_of(parameter)
         if main is not None:
             main.zero_()
+            parameter.grad = None
             continue
         wide = torch.float64 if parameter.dtype == torch.float64 else dtype
         buffer = torch.zeros_like(parameter, dtype=wide, requires_grad=False)
         parameter.main_grad = buffer  # type: ignore[attr-defined]
         parameter.register_post_accumulate_grad_hook(_move_to_main_grad)
+
+
+def main_grads_to_grads(module: nn.Module) -> None:
+    """Set `grad` of each parameter to its `main_grad`, rounded to its dtype: what most optimizers read.
+
+    The last thing before `optimizer.step()`; `use_main_grads(module)` afterwards starts anew.
+    """
+    for parameter in module.parameters():
+        main = main_grad_of(parameter)
+        if main is not None:
+            parameter.grad = main if main.dtype == parameter.dtype else main.to(parameter.dtype)
 
 
 def _move_to_main_grad(parameter: Any) -> None:

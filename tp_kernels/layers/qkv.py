@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from tp_kernels.comm.errors import ShapeError, UnsupportedError
 from tp_kernels.comm.group import GroupLike, as_group
 
+from .gradients import backward_dw
 from .heads import HeadShard, kv_head, partition_heads
-from .linear import ColumnParallelLinear, RowParallelLinear, column_parallel
+from .linear import ColumnParallelLinear, column_parallel
 from .placement import Piece, Ranges
 
 LAYOUTS = ("blocks", "groups")
@@ -133,9 +134,7 @@ class QKVParallelLinear(nn.Module):
 
     def backward_dw(self) -> None:
         """Gradients of the weights that backward left out under delay_wgrad=True, of one backward."""
-        for layer in self.children():
-            if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
-                layer.backward_dw()
+        backward_dw(self)
 
     def _unpack(self, y: Tensor) -> tuple[Tensor, ...]:
         """Local features of the fused projection -> those of queries, keys, values."""

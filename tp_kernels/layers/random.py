@@ -68,6 +68,10 @@ class RandomStreams:
         self.add("same")
         self.add("own", per_rank=True)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> RandomStreams:
+        """Itself: layers copied from one that draws from these streams must not draw the same."""
+        return self
+
     def add(self, name: str, per_rank: bool = False) -> None:
         """A stream of this name, seeded by seed and name, and by the rank if `per_rank`."""
         if name in self._states:

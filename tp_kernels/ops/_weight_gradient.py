@@ -173,13 +173,16 @@ class Diverted:
                 answers.append(dw if need else None)
         return answers
 
-    def later(self, compute: Compute, dys: Sequence[Tensor]) -> None:
-        """Queue what is delayed. dys: [R, N_i] of all rows, for the biases."""
+    def later(self, compute: Compute, x: Tensor, dys: Sequence[Tensor]) -> None:
+        """Queue what is delayed. x, dys: what it is computed of; dys [R, N_i] of all rows."""
         if not self.queues:
             return
         wanted = [w is not None for w in self.weights]
 
+        unchanged = _unchanged([x, *dys])
+
         def together() -> list[Tensor]:
+            unchanged()
             return compute(wanted, [None if w is None else main_grad_of(w) for w in self.weights])
 
         shared = _Once(together)
@@ -187,7 +190,8 @@ class Diverted:
             w, b = self.weights[index], self.biases[index] if self.biases else None
             if w is None and b is None:
                 continue
-            one = _one(shared, index, w, dys[index] if b is not None else None)
+            dy = dys[index] if b is not None else None
+            one = _one(shared, index, w, dy, unchanged)
             queue.put(Pending(torch._C._current_graph_task_id(), w, b, one))
 
 
@@ -214,8 +218,26 @@ def deliver(pending: Iterable[Pending]) -> None:
                 torch.autograd.backward([t], [sums.pop(id(t))])
 
 
+def _unchanged(kept: Sequence[Tensor]) -> Callable[[], None]:
+    """What refuses to go on where one of these was written to since now, as autograd does."""
+    versions = [t._version for t in kept]
+
+    def check() -> None:
+        if [t._version for t in kept] != versions:
+            raise UnsupportedError(
+                "backward_dw: the input of a layer with delay_wgrad=True, or the gradient of its output, was "
+                "written to in place since the backward; copy it, or call backward_dw() before"
+            )
+
+    return check
+
+
 def _one(
-    shared: _Once, index: int, weight: Tensor | None, dy: Tensor | None
+    shared: _Once,
+    index: int,
+    weight: Tensor | None,
+    dy: Tensor | None,
+    unchanged: Callable[[], None],
 ) -> Callable[[], tuple[Tensor | None, Tensor | None]]:
     """Computation of the gradients of weight `index` and, of `dy`, of its bias."""
 
@@ -227,7 +249,10 @@ def _one(
                 announced = hasattr(weight, "grad_added_to_main_grad")
                 dw = torch.zeros_like(weight) if announced else None
                 _announce(weight)
-        return dw, None if dy is None else bias_gradient(dy)
+        if dy is None:
+            return dw, None
+        unchanged()
+        return dw, bias_gradient(dy)
 
     return compute
 

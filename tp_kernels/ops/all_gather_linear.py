@@ -181,7 +181,7 @@ def _backward(ctx: Any, dys: list[Tensor]) -> tuple[Any, ...]:
             whole, done = _whole_input(group, dys, x, counts, kept, asked, main_grads, impl)
             return done or weight_gradients(dys, whole, asked, main_grads)
 
-        own.later(later, dys)
+        own.later(later, x, dys)
         dws = own.answers(dws, need_w)
     dbs = [bias_gradient(dy) if need else None for dy, need in zip(dys, need_b, strict=False)]
     return (

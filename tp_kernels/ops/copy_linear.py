@@ -125,7 +125,7 @@ def _backward(ctx: Any, dys: list[Tensor]) -> tuple[Any, ...]:
         now = own.now(need_w)
         dx, *dws = _backward_kernel(dys, x, weights, need_x, now, *rest, own.main_grads())
         rows = [rows_of(dy) for dy in dys]
-        own.later(lambda *asked: weight_gradients(rows, rows_of(x), *asked), rows)
+        own.later(lambda *asked: weight_gradients(rows, rows_of(x), *asked), x, rows)
         dws = own.answers(dws, need_w)
     dbs = [
         bias_gradient(rows_of(dy)) if need else None for dy, need in zip(dys, need_b, strict=False)

@@ -138,7 +138,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         dw = torch.mm(dy.t(), x) if need_w else None
     else:
         dws = weight_gradients([dy], x, own.now([need_w]), own.main_grads())
-        own.later(lambda *asked: weight_gradients([dy], x, *asked), [dy])
+        own.later(lambda *asked: weight_gradients([dy], x, *asked), x, [dy])
         (dw,) = own.answers(dws, [need_w])
     db = bias_gradient(dy) if ctx.has_bias and need_b else None
     return dx, dw, db, None, None

@@ -10,8 +10,8 @@ exchange of 16 bytes a row. The backward makes every tile again and turns it int
 
 Four products where the materialised loss has three. Gradients made in the forward (as Liger does) save the
 fourth, but accumulate dW over chunks of rows: in 16 bits that rounds as often as there are chunks, in fp32
-it takes twice the memory of W. Here both gradients are summed in fp32 (float64) and rounded once, dW of a
-tile of words at a time, any upstream gradient of single rows is served alike, and nothing waits in memory
+it takes twice the memory of W. Here products of tiles are summed in fp32 (float64), dW of a tile of words
+at a time, any upstream gradient of single rows is served alike, and nothing waits in memory
 between forward and backward but (M, S) of every row. d_hidden, of R x H elements beside products of
 R x V_r x H, is reduced when all tiles are done: hiding that would gain nothing.
 

@@ -141,7 +141,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         dx, gathered = _gathered(dy, w, ctx.counts, need_x, *rest)
         db = bias_gradient(gathered) if need_b else None
         dws = weight_gradients([gathered], x, own.now([need_w]), own.main_grads())
-        own.later(lambda *asked: weight_gradients([gathered], x, *asked), [gathered])
+        own.later(lambda *asked: weight_gradients([gathered], x, *asked), x, [gathered])
         (dw,) = own.answers(dws, [need_w])
     return (
         dx if need_x else None,

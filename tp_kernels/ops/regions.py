@@ -81,7 +81,16 @@ def reduce_scatter_rows(x: Tensor, *, group: ParallelGroup, dim: int = 0) -> Ten
 
 
 def gather_features(x: Tensor, sizes: Sequence[int], *, group: ParallelGroup) -> Tensor:
-    """[..., sizes[rank]] -> [..., sum(sizes)], for use that is the same on all ranks."""
+    """[..., sizes[rank]] -> [..., sum(sizes)], for use that is the same on all ranks.
+
+    Raises:
+        ShapeError: `sizes` do not have one number for each rank, or not this rank's features.
+    """
+    if len(sizes) != group.size or sizes[group.rank] != x.shape[-1]:
+        raise ShapeError(
+            f"gather_features on rank {group.rank} of {group.size}: sizes={list(sizes)} of x "
+            f"{tuple(x.shape)}; expected one for each rank, this rank's {x.shape[-1]} among them"
+        )
     if group.size == 1:
         return x
     return _features_op(x, list(sizes), group.name)
