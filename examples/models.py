@@ -51,7 +51,7 @@ GPT2 = Shape(
     positions=64,
     tied=True,
     attention={"qkv_bias": True, "output_bias": True},
-    mlp={"activation": "gelu_tanh", "gated": False, "bias": True},
+    mlp={"activation": "gelu_tanh", "bias": True},
 )
 MODELS = {"llama": LLAMA, "gpt2": GPT2}
 

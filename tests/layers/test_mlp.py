@@ -207,6 +207,21 @@ def test_the_oracle_bites():
     assert oracle.distance(oracle.mlp(full, x, case, {"packed": "interleaved"}), blocks) > 0.1
 
 
+def test_gates_by_default():
+    group = ParallelGroup()
+    for options, gated in (
+        ({}, True),
+        ({"activation": "geglu"}, True),
+        ({"activation": "gelu"}, False),
+        ({"activation": "relu2"}, False),
+        ({"activation": "silu", "gated": False}, False),
+        ({"activation": "gelu", "gated": True}, True),
+    ):
+        assert (ParallelMLP(8, 8, group=group, **options).gate_proj is not None) == gated
+    packed = ParallelMLP(8, 9, activation="gelu", packed="blocks", group=group)
+    assert packed.gate_up_proj.weight.shape == (18, 8)
+
+
 def test_refusals():
     group = ParallelGroup()
     for options, words in (

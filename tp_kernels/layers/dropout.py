@@ -32,7 +32,8 @@ class ParallelDropout(nn.Module):
     any shape; rows: s under sequence parallelism, default s_r * W.
 
     Raises:
-        ShapeError: x has not this rank's share of rows.
+        ShapeError: x has not this rank's share of `rows`. Without them it cannot be seen: tokens that do not
+            divide need rows=.
         UnsupportedError: p is no probability; `rows` without sequence parallelism.
     """
 

@@ -34,7 +34,8 @@ class ParallelMLP(nn.Module):
         hidden_size, intermediate_size: of the unsplit block; any sizes on any number of ranks.
         activation: "gelu", "gelu_tanh", "silu", "relu" or "relu2"; "swiglu" is gated silu and "geglu" gated
             gelu (Shazeer, 2020).
-        gated: with a gate projection.
+        gated: with a gate projection. None: for "silu" (Llama), "swiglu", "geglu" and packed projections, not
+            for the others (GPT-2).
         bias: on the gate and up projections.
         output_bias: on the down projection, added once; None: as bias.
         packed: gate and up in one parameter `gate_up_proj` [2 I, H]: "blocks", first all rows of the gate
@@ -58,7 +59,7 @@ class ParallelMLP(nn.Module):
         intermediate_size: int,
         *,
         activation: str = "silu",
-        gated: bool = True,
+        gated: bool | None = None,
         bias: bool = False,
         output_bias: bool | None = None,
         packed: str | None = None,
@@ -76,6 +77,8 @@ class ParallelMLP(nn.Module):
     ) -> None:
         super().__init__()
         group = as_group(group)
+        if gated is None:
+            gated = packed is not None or activation in ("silu", *GATED)
         self.activation, self.packed = _checked(activation, gated, packed), packed
         layout: dict[str, Any] = {"group": group, "sequence_parallel": sequence_parallel}
         placed: dict[str, Any] = {"device": device, "dtype": dtype}
