@@ -120,3 +120,29 @@ def refusals() -> None:
 
 def test_refusals(world):
     world(2).run(refusals)
+
+
+def padded_shards(vocab: int) -> list[float]:
+    """Largest error of loss and gradient where all ranks have ceil(V / W) columns, the last ones padding."""
+    with ParallelGroup(timeout=30, provider="none") as group:
+        torch.manual_seed(1)
+        width = -(-vocab // group.size)
+        whole = torch.randn(5, width * group.size, dtype=torch.float64)
+        labels = torch.arange(5) % vocab
+        mine = whole[:, group.rank * width :][:, :width].clone().requires_grad_()
+        dense = whole[:, :vocab].clone().requires_grad_()
+        loss = vocab_parallel_cross_entropy(mine, labels, group=group, vocab_size=vocab)
+        expected = torch.nn.functional.cross_entropy(dense, labels)
+        loss.backward()
+        expected.backward()
+        gradient = torch.zeros_like(whole)
+        gradient[:, :vocab] = dense.grad
+        gradient = gradient[:, group.rank * width :][:, :width]
+        return [float((loss - expected).abs()), float((mine.grad - gradient).abs().max())]
+
+
+@pytest.mark.parametrize("vocab", [7, 9, 2])
+def test_equal_shards_with_padding_need_no_start(world, vocab):
+    for size in (2, 3, 4):
+        for errors in world(size).run(padded_shards, vocab):
+            assert max(errors) < 1e-15

@@ -80,7 +80,8 @@ def vocab_parallel_cross_entropy(
         logits: [..., V_r], any width on any rank, also none; any floating dtype.
         labels: [...] int64 in the whole vocabulary, equal on all ranks.
         vocab_size: V. Columns beyond it pad a shard: they take no part and get the gradient 0.
-        start: word of the first column of this rank; default: V divided by `split_range`.
+        start: word of the first column of this rank; default: V divided by `split_range`, or in equal shards
+            of ceil(V / W) words, the last ones padded.
         label_smoothing: 0 to 1, over all V words.
         z_loss: weight of the squared log of the normaliser.
         ignore_index: label of rows that do not count: loss and gradient are 0.
@@ -100,19 +101,29 @@ def vocab_parallel_cross_entropy(
     operation = "vocab_parallel_cross_entropy"
     group = check_call(operation, group, implementation)
     if start is None:
-        start, stop = split_range(vocab_size, group.size, group.rank)
-        if logits.dim() and logits.shape[-1] != stop - start:
-            raise ShapeError(
-                f"{where(operation, group)}: logits {tuple(logits.shape)} do "
-                f"not end in this rank's {stop - start} of {vocab_size} words; pass start= for another "
-                "division or for padded shards"
-            )
+        start = first_word(operation, group, logits.shape[-1] if logits.dim() else 0, vocab_size)
     options = LossOptions(vocab_size, start, ignore_index, label_smoothing, z_loss, soft_cap)
     check_options(operation, options, reduction)
     check_rows(operation, group, logits, labels, logits.shape[:-1])
     flat = rows_of(logits.resolve_neg())
     loss, _ = _op(flat, labels.reshape(-1), *options, group.name, implementation)
     return reduced(loss.view(labels.shape), labels, ignore_index, reduction)
+
+
+def first_word(operation: str, group: ParallelGroup, width: int, vocab_size: int) -> int:
+    """Of this rank, which has `width` words: divided by split_range, or in equal shards with padding.
+
+    Where a rank cannot tell them apart they are the same, so ranks agree about what they take it for.
+    """
+    start, stop = split_range(vocab_size, group.size, group.rank)
+    if width == stop - start:
+        return start
+    if width == -(-vocab_size // group.size):
+        return width * group.rank
+    raise ShapeError(
+        f"{where(operation, group)}: {width} words, but this rank's are {stop - start} of {vocab_size}; pass "
+        "start= for another division or for padded shards"
+    )
 
 
 def where(operation: str, group: ParallelGroup) -> str:

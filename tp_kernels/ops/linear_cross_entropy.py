@@ -31,7 +31,7 @@ from torch.compiler import is_compiling
 from tp_kernels.comm import collectives
 from tp_kernels.comm.errors import ShapeError
 from tp_kernels.comm.group import ParallelGroup
-from tp_kernels.comm.layout import split_range, split_sizes
+from tp_kernels.comm.layout import split_sizes
 
 from ._gemm import add_weight_gradient
 from ._op import check_call, diverted, needed, prepare, register, rows_of
@@ -42,6 +42,7 @@ from .cross_entropy import (
     check_options,
     check_rows,
     check_words,
+    first_word,
     gradient_,
     losses,
     measure_,
@@ -115,12 +116,7 @@ def linear_cross_entropy(
         (weight,) = own.operands
     hidden, (weight,), biases = prepare(operation, group, hidden, weight, bias, None)
     if start is None:
-        start, stop = split_range(vocab_size, group.size, group.rank)
-        if weight.shape[0] != stop - start:
-            raise ShapeError(
-                f"{where(operation, group)}: weight {tuple(weight.shape)} does not hold this rank's "
-                f"{stop - start} of {vocab_size} words; pass start= for another division or for padded shards"
-            )
+        start = first_word(operation, group, weight.shape[0], vocab_size)
     options = LossOptions(vocab_size, start, ignore_index, label_smoothing, z_loss, soft_cap)
     check_options(operation, options, reduction)
     if chunk_rows is not None and chunk_rows < 1:
