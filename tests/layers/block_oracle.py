@@ -86,7 +86,7 @@ def mlp(
             ..., [2 * i + 1 for i in rows] if packed == "interleaved" else [size + i for i in rows]
         ]
         inner = act(gate) * up
-    elif options.get("gated", True):
+    elif options.get("gated", options.get("activation", "silu") in ("silu", "swiglu", "geglu")):
         inner = act(linear(full, f"{prefix}gate_proj", x)) * linear(full, f"{prefix}up_proj", x)
     else:
         inner = act(linear(full, f"{prefix}up_proj", x))

@@ -167,9 +167,7 @@ def test_the_kernel_runs_unless_scores_are_needed(monkeypatch):
 
 
 def bias_gradient() -> tuple[Tensor, Tensor]:
-    """A learned bias of the scores (T5) as a mask of all heads, complete on every rank."""
-    from tp_kernels.comm.collectives import all_reduce
-
+    """Of a learned bias of the scores (T5), a mask of all heads that is complete on every rank."""
     with ParallelGroup(provider="none", timeout=60) as group:
         grads = []
         for softcap in (None, 1e9):  # the second takes the way with scores in memory
@@ -178,7 +176,7 @@ def bias_gradient() -> tuple[Tensor, Tensor]:
             x = torch.randn(2, 6, 20, generator=draw, dtype=torch.float64)
             bias = torch.randn(1, 5, 6, 6, generator=draw, dtype=torch.float64).requires_grad_()
             layer(x, attention_mask=bias).sin().sum().backward()
-            grads.append(all_reduce(bias.grad, group))
+            grads.append(bias.grad)
         return grads[0], grads[1]
 
 
