@@ -21,9 +21,9 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from tp_kernels import ParallelGroup, copy_linear, launch, split_sizes
+from tp_kernels.bench.allocation import peak_bytes
 from tp_kernels.bench.environment import environment
 from tp_kernels.comm import barrier
 from tp_kernels.ops import linear_cross_entropy, vocab_parallel_cross_entropy
@@ -61,7 +61,7 @@ def measure(
         h.grad = w.grad = None
         barrier(group)
         return {
-            "tensors": allocated(step) - gradients,
+            "tensors": peak_bytes(step) - gradients,
             "resident": resident - gradients,
             "seconds": seconds,
         }
@@ -80,18 +80,6 @@ def status(name: str) -> int:
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     raise LookupError(name)
-
-
-def allocated(step: Callable[[], None]) -> int:
-    """Most bytes of new tensors alive at a time."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    now = peak = 0
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            peak = max(peak, now)
-    return peak
 
 
 def main() -> None:

@@ -41,7 +41,6 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 
 
 def theirs(parameters: dict[str, Any], head_dim: int, seq_len: int | None) -> tuple[Any, float]:
-    pytest.importorskip("transformers")
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding

@@ -16,14 +16,12 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from tests.oracle import digest, lay_out
 from tp_kernels import ParallelGroup, split_sizes
@@ -378,18 +376,6 @@ def variants(base: Case) -> list[Case]:
         {"layout": "transposed", "vocab": 17, "cap": 10.0},
     ]
     return [replace(base, seed=seed, **change) for seed, change in enumerate(changes)]
-
-
-def peak_bytes(function: Callable[[], object]) -> int:
-    """Most bytes of tensors that lived at a time beyond those from before, as torch's allocator counts."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        function()
-    now = peak = 0
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            peak = max(peak, now)
-    return peak
 
 
 def main_gradients(cases: list[Case]) -> None:

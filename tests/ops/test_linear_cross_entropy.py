@@ -14,11 +14,11 @@ from tests.ops.loss_body import (
     Case,
     linear_module,
     main_gradients,
-    peak_bytes,
     run_linear,
     variants,
 )
 from tp_kernels import ParallelGroup, copy_linear
+from tp_kernels.bench.allocation import peak_bytes
 from tp_kernels.ops import linear_cross_entropy, vocab_parallel_cross_entropy
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -86,9 +86,18 @@ def all_gather_linear(
     single, own = isinstance(weight, Tensor), None
     if elsewhere(weight, delay):
         if is_compiling():
-            options: dict[str, Any] = {"rows": rows, "activation": activation}
-            options |= {"gathered": gathered, "implementation": implementation, "delay": delay}
-            return uncompiled(all_gather_linear, x, weight, bias, group=group, **options)
+            return uncompiled(
+                all_gather_linear,
+                x,
+                weight,
+                bias,
+                group=group,
+                rows=rows,
+                gathered=gathered,
+                activation=activation,
+                implementation=implementation,
+                delay=delay,
+            )
         own = Diverted("all_gather_linear", weight, bias, delay)
         weight, bias = own.operands, own.bias_operands
     x, weights, biases = prepare("all_gather_linear", group, x, weight, bias, activation)

@@ -72,13 +72,16 @@ def copy_linear(
     single, own = isinstance(weight, Tensor), None
     if elsewhere(weight, delay):
         if is_compiling():
-            options: dict[str, Any] = {
-                "activation": activation,
-                "implementation": implementation,
-                "delay": delay,
-            }
-            options |= {"group": group, "delay": delay}
-            return uncompiled(copy_linear, x, weight, bias, **options)
+            return uncompiled(
+                copy_linear,
+                x,
+                weight,
+                bias,
+                group=group,
+                activation=activation,
+                implementation=implementation,
+                delay=delay,
+            )
         own = Diverted("copy_linear", weight, bias, delay)
         weight, bias = own.operands, own.bias_operands
     x, weights, biases = prepare("copy_linear", group, x, weight, bias, activation)

@@ -75,13 +75,16 @@ def linear_all_reduce(
     own = None
     if elsewhere(weight, delay):
         if is_compiling():
-            options: dict[str, Any] = {
-                "activation": activation,
-                "implementation": implementation,
-                "delay": delay,
-            }
-            options |= {"group": group, "delay": delay}
-            return uncompiled(linear_all_reduce, x, weight, bias, **options)
+            return uncompiled(
+                linear_all_reduce,
+                x,
+                weight,
+                bias,
+                group=group,
+                activation=activation,
+                implementation=implementation,
+                delay=delay,
+            )
         own = Diverted("linear_all_reduce", weight, bias, delay)
         (weight,), (bias,) = own.operands, own.bias_operands or [None]
     x, (w,), biases = prepare("linear_all_reduce", group, x, weight, bias, activation)

@@ -72,13 +72,16 @@ def linear_reduce_scatter(
     own = None
     if elsewhere(weight, delay):
         if is_compiling():
-            options: dict[str, Any] = {
-                "activation": activation,
-                "implementation": implementation,
-                "delay": delay,
-            }
-            options |= {"group": group, "delay": delay}
-            return uncompiled(linear_reduce_scatter, x, weight, bias, **options)
+            return uncompiled(
+                linear_reduce_scatter,
+                x,
+                weight,
+                bias,
+                group=group,
+                activation=activation,
+                implementation=implementation,
+                delay=delay,
+            )
         own = Diverted("linear_reduce_scatter", weight, bias, delay)
         (weight,), (bias,) = own.operands, own.bias_operands or [None]
     x, (w,), biases = prepare("linear_reduce_scatter", group, x, weight, bias, activation)
