@@ -1,0 +1,1 @@
+"""Pipeline parallelism: messages between stages, schedules as data, and one runner."""
