@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tp_kernels.comm import objects
 from tp_kernels.comm.errors import UnsupportedError
@@ -46,7 +45,6 @@ _NUMBER = {dtype: number for number, dtype in enumerate(DTYPES)}
 _REQUIRES_GRAD, _ON_CUDA = 1, 2
 _TENSOR = struct.Struct("<BBB")
 _INDEX = struct.Struct("<I")
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class TensorSpec(NamedTuple):
@@ -157,7 +155,7 @@ def with_tensors(value: Any, tensors: Sequence[Tensor]) -> Any:
 class _Place(NamedTuple):
     """Stands in a skeleton for a tensor."""
 
-    index: int
+    number: int
 
 
 def _only(tensors: Sequence[Tensor]) -> Tensor:
@@ -167,7 +165,7 @@ def _only(tensors: Sequence[Tensor]) -> Tensor:
 def _fill(skeleton: Any, tensors: Sequence[Tensor]) -> Any:
     kind = type(skeleton)
     if kind is _Place:
-        return tensors[skeleton.index]
+        return tensors[skeleton.number]
     if kind is list:
         return [_fill(item, tensors) for item in skeleton]
     if kind is tuple:
@@ -183,12 +181,12 @@ def _describe(tensor: Tensor) -> bytes:
         number is None
         or tensor.layout != torch.strided
         or tensor.device.type not in ("cpu", "cuda")
-        or (type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor))
+        or hasattr(tensor, "__tensor_flatten__")  # a wrapper of other tensors, such as a DTensor
     ):
         raise UnsupportedError(
             f"a {type(tensor).__name__} {tuple(tensor.shape)} of {tensor.dtype}, {tensor.layout}, on "
-            f"{tensor.device} cannot be sent to another stage: send dense tensors on CPU or CUDA (.to_dense(), "
-            ".to_local(), .dequantize())"
+            f"{tensor.device} cannot be sent to another stage: send dense tensors on CPU or CUDA "
+            "(.to_dense(), .to_local(), .dequantize())"
         )
     flags = _REQUIRES_GRAD * tensor.requires_grad | _ON_CUDA * tensor.is_cuda
     shape = tensor.shape
