@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from tp_kernels.comm.errors import ShapeError
-from tp_kernels.comm.layout import split_sizes
 
 from .schedule import Action, Kind, Schedule, lay_out, overlap
 
@@ -59,31 +58,31 @@ def interleaved_one_f_one_b(ranks: int, micro_batches: int, chunks: int = 2) -> 
     """1F1B with `chunks` stages per rank; stage s is on rank s mod p (Narayanan et al., arXiv 2104.04473).
 
     Bubble (p - 1) / (v m) of the ideal time where p divides m. Micro-batches go through the chunks of a rank
-    in rounds of at least p. Any m is served, also those that do not fill equal rounds, where torch refuses:
-    the first rounds then take one micro-batch more.
+    in equal rounds of p or a few more. Any m is served: where there are no equal rounds, which torch
+    refuses, the last of the rounds of p runs without the micro-batches that do not exist.
     """
     _check(ranks, micro_batches, chunks)
+    size = _round_size(ranks, micro_batches)
+    count = -(-micro_batches // size) * size
     orders = []
     for rank in range(ranks):
         own = range(rank, ranks * chunks, ranks)
-        forwards = [Action(stage, F, k) for stage, k in _rounds(own, ranks, micro_batches)]
-        backwards = [Action(stage, B, k) for stage, k in _rounds(own[::-1], ranks, micro_batches)]
-        ahead = (chunks - 1) * _round_sizes(ranks, micro_batches)[0] + 2 * (ranks - 1 - rank)
+        forwards = [Action(stage, F, k) for stage, k in _rounds(own, size, count)]
+        backwards = [Action(stage, B, k) for stage, k in _rounds(own[::-1], size, count)]
+        ahead = (chunks - 1) * size + 2 * (ranks - 1 - rank)
         orders.append(_alternate(forwards, backwards, ahead))
     placement = [stage % ranks for stage in range(ranks * chunks)]
-    return lay_out("interleaved_one_f_one_b", orders, placement, micro_batches)
+    return _only("interleaved_one_f_one_b", orders, placement, micro_batches)
 
 
 def forward_only(ranks: int, micro_batches: int, chunks: int = 1) -> Schedule:
     """Inference: forwards alone, in the order in which `interleaved_one_f_one_b` runs them."""
     _check(ranks, micro_batches, chunks)
-    orders = [
-        [
-            Action(stage, F, k)
-            for stage, k in _rounds(range(rank, ranks * chunks, ranks), ranks, micro_batches)
-        ]
-        for rank in range(ranks)
-    ]
+    size = _round_size(ranks, micro_batches)
+    orders = []
+    for rank in range(ranks):
+        own = range(rank, ranks * chunks, ranks)
+        orders.append([Action(stage, F, k) for stage, k in _rounds(own, size, micro_batches)])
     placement = [stage % ranks for stage in range(ranks * chunks)]
     return lay_out("forward_only", orders, placement, micro_batches)
 
@@ -123,9 +122,9 @@ def _zero_bubble(name: str, ranks: int, micro_batches: int, hop: int) -> Schedul
 
 
 def zero_bubble_v(ranks: int, micro_batches: int) -> Schedule:
-    """Two stages per rank, placed as a V: rank r has stages r and 2p - 1 - r (Qi et al., arXiv 2405.15362, ZB-V).
+    """Two stages per rank, placed as a V: rank r has stages r and 2p - 1 - r.
 
-    No rank is idle between its first and its last action if F = I = W and m >= 2p - 1, with at most 2p
+    From Qi et al. (arXiv 2401.10241 and 2405.15362, ZB-V). No rank is idle between its first and its last action if F = I = W and m >= 2p - 1, with at most 2p
     activations per rank, of stages half as deep as those of `one_f_one_b`.
     """
     _check(ranks, micro_batches)
@@ -232,19 +231,23 @@ def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], ahead: i
     return [*forwards[:ahead], *turns, *backwards[len(forwards) - ahead :]]
 
 
-def _round_sizes(ranks: int, micro_batches: int) -> list[int]:
-    """Micro-batches per round: as many rounds of at least `ranks` as there can be."""
-    return split_sizes(micro_batches, max(1, micro_batches // ranks))
+def _round_size(ranks: int, micro_batches: int) -> int:
+    """Micro-batches per round: equal rounds of at least `ranks` if there are any, else `ranks`.
+
+    Longer rounds make messages wait: a boundary holds up to `size - ranks + 1` of them.
+    """
+    rounds = max(1, micro_batches // ranks)
+    return micro_batches // rounds if micro_batches % rounds == 0 else ranks
 
 
-def _rounds(stages: Iterable[int], ranks: int, micro_batches: int) -> list[tuple[int, int]]:
+def _rounds(stages: Iterable[int], size: int, micro_batches: int) -> list[tuple[int, int]]:
     """(stage, micro-batch) round by round: all micro-batches of a round through one stage after another."""
-    order: list[tuple[int, int]] = []
-    first = 0
-    for size in _round_sizes(ranks, micro_batches):
-        order += [(stage, k) for stage in stages for k in range(first, first + size)]
-        first += size
-    return order
+    return [
+        (stage, k)
+        for first in range(0, micro_batches, size)
+        for stage in stages
+        for k in range(first, min(first + size, micro_batches))
+    ]
 
 
 def _v_placement(ranks: int) -> list[int]:

@@ -129,7 +129,7 @@ class Timeline:
         return self.period / busy - 1
 
     def peak_activations(self, rank: int, stage: int | None = None) -> int:
-        """The most activations that `rank` (or one stage of it) keeps at a time, one per micro-batch and stage.
+        """The most activations (one per micro-batch and stage) that `rank`, or one stage of it, keeps at a time.
 
         An activation is kept from the start of its forward to the end of its backward (of W where it is
         split). Forwards of a timeline without backwards keep nothing.
