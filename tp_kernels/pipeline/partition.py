@@ -186,9 +186,9 @@ class _Request:
             for used, state in states.items():
                 for device in devices:
                     if not used >> device & 1:
-                        *value, choice = _extend(state, tables[device], at_most is None)
+                        *values, choice = _extend(state, tables[device], at_most is None)
                         reached.setdefault(used | 1 << device, []).append(
-                            (device, tuple(value), choice)
+                            (device, tuple(values), choice)
                         )
             states, step = {}, {}
             for used, ways in reached.items():
