@@ -16,6 +16,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +214,7 @@ def split_layers(model: nn.Module | Sequence[nn.Module], cut: Cut) -> list[nn.Mo
         )
     layers: list[nn.Module] = list(model)
     bounds = _bounds(cut, len(layers), "layers")
-    return [nn.Sequential(*layers[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [nn.Sequential(*layers[a:b]) for a, b in pairwise(bounds)]
 
 
 def units_of(model: PreTrainedModel) -> list[str]:
@@ -239,7 +240,7 @@ def _bounds(cut: Cut, count: int, what: str) -> tuple[int, ...]:
             raise ShapeError(f"{cut} stages for {count} {what}: use 1 to {count}")
         return tuple(stage * count // cut for stage in range(cut + 1))
     bounds = tuple(cut.bounds if isinstance(cut, Plan) else cut)
-    rises = all(a < b for a, b in zip(bounds, bounds[1:], strict=False))
+    rises = all(a < b for a, b in pairwise(bounds))
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != count or not rises:
         raise ShapeError(f"bounds {list(bounds)}: they must rise from 0 to {count}, the {what}")
     return bounds
