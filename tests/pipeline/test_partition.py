@@ -237,13 +237,4 @@ def test_table():
         )
     )
     assert text.split()[:4] == ["stage", "device", "layers", "params"]
-        "stage",
-        "device",
-        "layers",
-        "params",
-        "forward",
-        "backward",
-        "memory",
-        "waits",
-    ]
     assert "layer0..layer1" in text and "1 GiB" in text and "50%" in text, text
