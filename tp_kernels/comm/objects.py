@@ -17,7 +17,8 @@ Lengths and numbers are 4 bytes, little endian.
 from __future__ import annotations
 
 import struct
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 from zlib import crc32
 
 import torch
@@ -33,6 +34,9 @@ MAX_DEPTH = 64
 _LENGTH = struct.Struct("<I")
 _FLOAT = struct.Struct("<d")
 _SIZE = struct.Struct("<Q")
+
+Write: TypeAlias = Callable[[Any, bytearray], bool]
+Read: TypeAlias = Callable[[bytes, bytes, int], tuple[Any, int]]
 
 
 def broadcast_object(value: Any, group: ParallelGroup, source: int = 0) -> Any:
@@ -58,17 +62,24 @@ def all_gather_object(value: Any, group: ParallelGroup) -> list[Any]:
     return group.run("all_gather_object", _implementation(group), _all_gather_object, data, group)
 
 
-def encode(value: Any) -> bytes:
-    """Bytes from which `decode` makes an equal value of the same types."""
+def encode(value: Any, write: Write | None = None) -> bytes:
+    """Bytes from which `decode` makes an equal value of the same types.
+
+    write: asked for what is of no other kind; writes it, beginning with a letter of its own, or returns False.
+    """
     out = bytearray()
-    _write(value, out, 0)
+    _write(value, out, 0, write)
     return bytes(out)
 
 
-def decode(data: bytes) -> Any:
-    """The value that was encoded; ValueError if `data` is anything else."""
+def decode(data: bytes, read: Read | None = None) -> Any:
+    """The value that was encoded; ValueError if `data` is anything else.
+
+    read: asked for letters that are not known here, with the place behind the letter; returns the value and the place
+        behind that.
+    """
     try:
-        value, at = _read(data, 0)
+        value, at = _read(data, 0, read)
     except (struct.error, IndexError) as error:
         raise ValueError(f"not an encoded value: it ends after {len(data)} bytes") from error
     except TypeError as error:  # a list as a key
@@ -78,7 +89,7 @@ def decode(data: bytes) -> Any:
     return value
 
 
-def _write(value: Any, out: bytearray, depth: int) -> None:
+def _write(value: Any, out: bytearray, depth: int, write: Write | None) -> None:
     if depth > MAX_DEPTH:
         raise UnsupportedError(
             f"a value nested more than {MAX_DEPTH} deep (or holding itself) cannot be sent to other ranks"
@@ -97,13 +108,13 @@ def _write(value: Any, out: bytearray, depth: int) -> None:
     elif kind is list or kind is tuple:
         out += (b"l" if kind is list else b"t") + _length(value)
         for item in value:
-            _write(item, out, depth + 1)
+            _write(item, out, depth + 1, write)
     elif kind is dict:
         out += b"d" + _length(value)
         for key, item in value.items():
-            _write(key, out, depth + 1)
-            _write(item, out, depth + 1)
-    else:
+            _write(key, out, depth + 1, None)
+            _write(item, out, depth + 1, write)
+    elif write is None or not write(value, out):
         raise UnsupportedError(
             f"a value of type {kind.__module__}.{kind.__qualname__} cannot be sent to other ranks as an "
             "object: use None, bool, int, float, str, bytes, list, tuple and dict (and for tensors "
@@ -119,13 +130,15 @@ def _length(value: str | bytes | list[Any] | tuple[Any, ...] | dict[Any, Any]) -
     return _LENGTH.pack(len(value))
 
 
-def _read(data: bytes, at: int) -> tuple[Any, int]:
+def _read(data: bytes, at: int, read: Read | None) -> tuple[Any, int]:
     letter, at = data[at : at + 1], at + 1
     if letter in (b"N", b"T", b"F"):
         return {b"N": None, b"T": True, b"F": False}[letter], at
     if letter == b"f":
         return _FLOAT.unpack_from(data, at)[0], at + 8
     if letter not in (b"i", b"s", b"b", b"l", b"t", b"d"):
+        if letter and read is not None:
+            return read(letter, data, at)
         raise ValueError(f"not an encoded value: {letter!r} at byte {at - 1}")
     (length,) = _LENGTH.unpack_from(data, at)
     at += 4
@@ -138,7 +151,7 @@ def _read(data: bytes, at: int) -> tuple[Any, int]:
         return (content if letter == b"b" else content.decode("utf-8", "surrogatepass")), at
     items = []
     for _ in range(length if letter != b"d" else 2 * length):
-        item, at = _read(data, at)
+        item, at = _read(data, at, read)
         items.append(item)
     if letter == b"d":
         return dict(zip(items[::2], items[1::2], strict=True)), at
