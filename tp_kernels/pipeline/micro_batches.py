@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,10 +77,10 @@ def cut(value: Any, count: int, what: str = "batch") -> list[Any]:
             f"{what}: {min(sizes)} rows for {count} micro-batches; every micro-batch needs a row: use at "
             f"most {min(sizes)} micro-batches, a larger batch, or MicroBatches([...]) that you cut"
         )
-    return [mapped(lambda leaf, at=index: _part(leaf, at, count), value) for index in range(count)]
+    return [mapped(partial(_part, index, count), value) for index in range(count)]
 
 
-def _part(leaf: Any, index: int, count: int) -> Any:
+def _part(index: int, count: int, leaf: Any) -> Any:
     if isinstance(leaf, Whole):
         return leaf.value
     if not isinstance(leaf, Tensor) or leaf.dim() == 0:
