@@ -79,8 +79,9 @@ class Schedules:
         if schedule.stage_to_rank != channel.stage_to_rank or schedule.ranks != channel.group.size:
             raise UnsupportedError(
                 f"the schedule {schedule.name} is for {schedule.ranks} ranks, stages on "
-                f"{schedule.stage_to_rank}; the channel connects {channel.group.size}, stages on {channel.stage_to_rank}: make it with "
-                "PipelineCommunicator(group, stage_to_rank=schedule.stage_to_rank)"
+                f"{schedule.stage_to_rank}; the channel connects {channel.group.size}, stages on "
+                f"{channel.stage_to_rank}: make it with PipelineCommunicator(group, "
+                "stage_to_rank=schedule.stage_to_rank)"
             )
         if schedule.flush == self._updates:
             raise UnsupportedError(
