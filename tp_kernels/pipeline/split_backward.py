@@ -323,15 +323,19 @@ class SplitBackward:
             with torch.no_grad():
                 return product.weight_gradients(dy, x, operand, True, later_bias is not None)
 
-        self._queued.put(
-            Pending(torch._C._current_graph_task_id(), weight, later_bias, compute)
-        )
+        self._queued.put(Pending(torch._C._current_graph_task_id(), weight, later_bias, compute))
 
 
 def run_backward(roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor]) -> None:
     """`torch.autograd.backward` without its `__torch_function__`."""
     torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
-        tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+        tuple(roots),
+        tuple(gradients),
+        False,
+        False,
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
     )
 
 
