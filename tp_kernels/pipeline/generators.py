@@ -124,8 +124,9 @@ def _zero_bubble(name: str, ranks: int, micro_batches: int, hop: int) -> Schedul
 def zero_bubble_v(ranks: int, micro_batches: int) -> Schedule:
     """Two stages per rank, placed as a V: rank r has stages r and 2p - 1 - r.
 
-    From Qi et al. (arXiv 2401.10241 and 2405.15362, ZB-V). No rank is idle between its first and its last action if F = I = W and m >= 2p - 1, with at most 2p
-    activations per rank, of stages half as deep as those of `one_f_one_b`.
+    From Qi et al. (arXiv 2401.10241 and 2405.15362, ZB-V). No rank is idle between its first and its last
+    action if F = I = W and m >= 2p - 1, with at most 2p activations per rank, of stages half as deep as
+    those of `one_f_one_b`.
     """
     _check(ranks, micro_batches)
     # Too few micro-batches to fill the V: the same order without those that do not exist.

@@ -12,6 +12,7 @@ from .schedule import COMPUTE, Action, Kind, Schedule, ScheduleError, sources
 
 _SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 _BACKWARDS = frozenset({Kind.B, Kind.I, Kind.W})
+_SAME_WORK = {Kind.B: (Kind.B, Kind.I, Kind.W), Kind.I: (Kind.I, Kind.B), Kind.W: (Kind.W, Kind.B)}
 
 
 def validate(schedule: Schedule, *, credits: int | None = None, memory: int | None = None) -> None:
@@ -60,13 +61,7 @@ def _check_cells(schedule: Schedule) -> dict[Action, _Place]:
                 raise ScheduleError(what, rank, step, action)
             if (owner := schedule.stage_to_rank[stage]) != rank:
                 raise ScheduleError(f"stage {stage} is on rank {owner}", rank, step, action)
-            same = [action]
-            if kind in (Kind.B, Kind.I, Kind.W):  # B does what I and W do
-                same += [Action(stage, Kind.B, k)] if kind is not Kind.B else []
-                same += (
-                    [Action(stage, Kind.I, k), Action(stage, Kind.W, k)] if kind is Kind.B else []
-                )
-            for twin in same:
+            for twin in (Action(stage, same, k) for same in _SAME_WORK.get(kind, (kind,))):
                 if twin in where:
                     first = where[twin].step
                     what = f"happens twice: {twin} is at step {first} already"
@@ -144,12 +139,15 @@ class _Run:
         """What `rank` does; a receive right before its use and a send right after, where they are implied."""
         found: list[_Step] = []
         for step, cell in self.schedule.steps(rank):
-            if not self.schedule.communicates and (needs := sources(cell, self.schedule.stages)):
-                if self.schedule.stage_to_rank[needs[0].stage] != rank:
-                    kind = Kind.RECV_F if cell.kind is Kind.F else Kind.RECV_B
-                    found.append(_Step(step, cell, Action(cell.stage, kind, cell.micro_batch)))
+            if self.schedule.communicates:
+                found.append(_Step(step, cell, cell))
+                continue
+            needs = sources(cell, self.schedule.stages)
+            if needs and self.schedule.stage_to_rank[needs[0].stage] != rank:
+                kind = Kind.RECV_F if cell.kind is Kind.F else Kind.RECV_B
+                found.append(_Step(step, cell, Action(cell.stage, kind, cell.micro_batch)))
             found.append(_Step(step, cell, cell))
-            if not self.schedule.communicates and (pair := message_of(cell, self.schedule)):
+            if pair := message_of(cell, self.schedule):
                 found.append(_Step(step, cell, pair[0]))
         return found
 
