@@ -78,10 +78,12 @@ class Rounding:
             return self(x.clamp_min(0) ** 2)
         if name == "silu":
             return self(x / (1 + torch.exp(-x)))
+        # Of a negative x, 1 + erf cancels, and is off by what erf was rounded to.
         if name == "gelu":
-            return self(0.5 * x * (1 + torch.erf(x / math.sqrt(2))))
+            return self(0.5 * x * self(1 + self(torch.erf(x / math.sqrt(2)))))
         assert name == "gelu_tanh"
-        return self(0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))))
+        cubic = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+        return self(0.5 * x * self(1 + self(torch.tanh(cubic))))
 
     def weighted(self, scores: Tensor, v: Tensor, factors: Tensor | None = None) -> Tensor:
         """(softmax(scores) * factors) v of one head: [b, s, t], [b, t, D], [b, s, t] -> [b, s, D]."""

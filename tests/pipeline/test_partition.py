@@ -1,0 +1,240 @@
+"""The cut of layers into stages: as good as trying everything, within memory, and readable."""
+
+from __future__ import annotations
+
+from itertools import combinations, permutations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from tp_kernels.comm import ShapeError, UnsupportedError
+from tp_kernels.pipeline.partition import partition
+from tp_kernels.pipeline.plan import LayerCost, Plan
+
+COUNTS = st.integers(0, 9)
+
+
+@st.composite
+def problems(draw):
+    """A few layers on a few unequal devices, small whole numbers so that ties are common."""
+    layers = draw(st.integers(1, 8))
+    stages = draw(st.integers(1, min(4, layers)))
+    costs = [
+        LayerCost(
+            f"layer{i}", *(float(draw(COUNTS)) for _ in range(2)), *(draw(COUNTS) for _ in range(3))
+        )
+        for i in range(layers)
+    ]
+    some = lambda values: draw(st.lists(values, min_size=stages, max_size=stages))
+    options = {
+        "speeds": some(st.sampled_from([0.5, 1.0, 2.0, 3.0])),
+        "memory": some(st.one_of(st.none(), st.integers(20, 400))),
+        "bandwidth": draw(
+            st.one_of(
+                st.none(),
+                st.sampled_from([0.5, 2.0]),
+                st.lists(st.sampled_from([0.3, 1.0]), min_size=stages - 1, max_size=stages - 1),
+            )
+        ),
+        "latency": draw(st.sampled_from([0.0, 1.5])),
+        "overlap": draw(st.booleans()),
+        "schedule": draw(st.sampled_from(["gpipe", "one_f_one_b", "forward_only"])),
+        "micro_batches": draw(st.integers(1, 5)),
+        "optimizer_factor": draw(st.sampled_from([0.0, 2.0])),
+        "checkpoint": draw(st.booleans()),
+        "method": draw(st.sampled_from(["profile", "profile", "parameters", "uniform"])),
+    }
+    return costs, stages, options
+
+
+def value_of(costs, bounds, order, options):
+    """(slowest, sum, sum of squares) of a cut as the documentation defines them; None: it does not fit."""
+    stages, slowest, total, squares = len(order), 0.0, 0.0, 0.0
+    trains = options["schedule"] != "forward_only"
+    for stage, device in enumerate(order):
+        own = costs[bounds[stage] : bounds[stage + 1]]
+        kept = options["micro_batches"]
+        if options["schedule"] == "one_f_one_b":
+            kept = min(stages - stage, kept)
+        parameters = sum(c.parameter_bytes for c in own)
+        kept_bytes = sum(c.activation_bytes for c in own)
+        needed = parameters + kept * kept_bytes
+        if trains:
+            needed = parameters * (2 + options["optimizer_factor"]) + kept * kept_bytes
+            if options["checkpoint"]:
+                came = costs[bounds[stage] - 1].output_bytes if stage else 0
+                needed = parameters * (2 + options["optimizer_factor"]) + kept * came + kept_bytes
+        limit = options["memory"][device]
+        if limit is not None and needed > limit:
+            return None
+        time = sum(c.forward for c in own)
+        if trains:
+            time += sum(c.backward for c in own) + time * options["checkpoint"]
+        if options["method"] == "uniform":
+            time = len(own)
+        if options["method"] == "parameters":
+            time = parameters
+        time /= options["speeds"][device]
+        sends = [transfer(costs, bounds, s, options) for s in (stage, stage - 1)]
+        total += time + sends[0] * (2 if trains else 1)
+        squares += time**2
+        if options["overlap"]:
+            slowest = max(slowest, time, sends[0])
+        else:
+            slowest = max(slowest, time + sends[0] + (sends[1] if trains else 0.0))
+    return slowest, total, squares
+
+
+def transfer(costs, bounds, link, options):
+    rate = options["bandwidth"]
+    if rate is None or options["method"] != "profile" or not 0 <= link < len(bounds) - 2:
+        return 0.0
+    rate = rate[link] if isinstance(rate, list) else rate
+    return options["latency"] + costs[bounds[link + 1] - 1].output_bytes / rate
+
+
+def best_of_all(costs, stages, options, orders):
+    found = []
+    for inner in combinations(range(1, len(costs)), stages - 1):
+        for order in orders:
+            value = value_of(costs, (0, *inner, len(costs)), order, options)
+            if value is not None:
+                found.append(value)
+    return min(found, default=None)
+
+
+def agree(costs, stages, options, orders, **more):
+    expected = best_of_all(costs, stages, options, orders)
+    if expected is None:
+        with pytest.raises(UnsupportedError, match="no cut of"):
+            partition(costs, stages, **options, **more)
+        return False
+    plan = partition(costs, stages, **options, **more)
+    assert value_of(costs, plan.bounds, plan.devices, options) == pytest.approx(expected)
+    assert Plan.from_json(plan.to_json()) == plan
+    return True
+
+
+@settings(max_examples=400)
+@given(problems())
+def test_as_good_as_trying_every_cut(problem):
+    costs, stages, options = problem
+    agree(costs, stages, options, [tuple(range(stages))])
+
+
+@settings(max_examples=60)
+@given(problems())
+def test_as_good_as_trying_every_order_of_the_devices(problem):
+    costs, stages, options = problem
+    if isinstance(options["bandwidth"], list):
+        options["bandwidth"] = 1.0
+    agree(costs, stages, options, list(permutations(range(stages))), reorder=True)
+
+
+def test_small_spread_is_not_small_maximum():
+    """Cuts whose stages differ least may be slower: behind a slow link, on unequal devices, in memory."""
+    wide = [LayerCost("a", 4.0, 0, 0, 0, 1), LayerCost("b", 1.0, 0, 0, 0, 90), LayerCost("c", 5.0)]
+    link = {"bandwidth": 10.0, "schedule": "forward_only"}
+    # evenest computation: 5 | 5, but the link between them takes 9
+    assert partition(wide, 2, **link).bounds == (0, 1, 3)
+    assert partition(wide, 2, schedule="forward_only").bounds == (0, 2, 3)
+
+    speeds = [1.0, 2.0, 2.0]
+    beaten = 0
+    for draw in range(300):
+        costs = [LayerCost(f"l{i}", float((draw * 7 + i * i * 5 + 3 * i) % 11)) for i in range(7)]
+        cuts = [(0, *inner, 7) for inner in combinations(range(1, 7), 2)]
+        times = {cut: stage_times(costs, cut, speeds) for cut in cuts}
+        even = min(cuts, key=lambda cut: max(times[cut]) - min(times[cut]))
+        best = partition(costs, 3, speeds=speeds, schedule="forward_only")
+        assert max(best.times) <= max(times[even])
+        beaten += max(best.times) < max(times[even])
+    assert beaten >= 30
+
+
+def stage_times(costs, bounds, speeds):
+    return [
+        sum(c.forward for c in costs[bounds[s] : bounds[s + 1]]) / speed
+        for s, speed in enumerate(speeds)
+    ]
+
+
+def test_methods():
+    costs = [LayerCost(f"l{i}", 1.0 + (i == 6), 0.0, 1 + 9 * (i == 0), 0, 0) for i in range(7)]
+    uniform = partition(costs, 3, method="uniform")
+    assert sorted(b - a for a, b in zip(uniform.bounds, uniform.bounds[1:], strict=False)) == [
+        2,
+        2,
+        3,
+    ]
+    assert partition(costs, 2, method="parameters").bounds == (0, 1, 7)
+    assert partition(costs, 2, method="profile").bounds == (0, 4, 7)
+    fast = partition(costs, 2, method="uniform", speeds=[1.0, 6.0])
+    assert fast.bounds == (0, 1, 7)
+
+
+def test_work_grows_with_stages_times_layers_squared(monkeypatch):
+    """A thousand layers: a fixed number of tables of layers^2 per stage, whatever is in them."""
+    from tp_kernels.pipeline import partition as module
+
+    made = []
+    extend = module._extend
+    monkeypatch.setattr(
+        module,
+        "_extend",
+        lambda state, tables, *a: made.append(tables[0].size) or extend(state, tables, *a),
+    )
+    costs = [LayerCost(f"l{i}", 1.0 + i % 7, 2.0, 1, 1, 1) for i in range(1000)]
+    plan = partition(costs, 8, speeds=[1, 2, 1, 1, 1, 2, 1, 3], bandwidth=5.0)
+    assert len(plan.bounds) == 9
+    assert sum(made) <= 3 * 8 * 1001**2
+
+
+def test_refusals():
+    costs = [LayerCost(f"l{i}", 1.0, 2.0, 1 << 20, 1 << 20, 1 << 10) for i in range(6)]
+    with pytest.raises(ShapeError, match="6 layers for 7 stages"):
+        partition(costs, 7)
+    with pytest.raises(ShapeError, match="speeds has 3 values for 2 stages"):
+        partition(costs, 2, speeds=[1, 2, 3])
+    with pytest.raises(ShapeError, match="positive"):
+        partition(costs, 2, speeds=[1, 0])
+    with pytest.raises(UnsupportedError, match="method='magic'"):
+        partition(costs, 2, method="magic")
+    with pytest.raises(UnsupportedError, match="at most 8"):
+        partition([*costs, *costs], 9, reorder=True)
+    with pytest.raises(UnsupportedError, match="links of other orders"):
+        partition(costs, 3, bandwidth=[1.0, 2.0], reorder=True)
+    with pytest.raises(UnsupportedError, match="not a plan"):
+        Plan.from_json("[]")
+
+
+def test_what_would_fit():
+    """Every way out that the message names leads out."""
+    mib = 1 << 20
+    costs = [LayerCost(f"l{i}", 1.0, 2.0, 4 * mib, 8 * mib, mib) for i in range(6)]
+    options = {"memory": [100 * mib, 60 * mib], "schedule": "gpipe", "micro_batches": 4}
+    with pytest.raises(UnsupportedError) as refusal:
+        partition(costs, 2, **options)
+    text = str(refusal.value)
+    assert "stage 1 on device 1 (l3 to l5, 4 micro-batches kept) needs 144 MiB of 60 MiB" in text, (
+        text
+    )
+    assert "84 MiB are missing" in text and "checkpoint=True; micro_batches=1" in text, text
+    assert partition(costs, 2, **(options | {"micro_batches": 1})).bounds
+    plan = partition(costs, 2, **options, checkpoint=True)
+    assert all(need <= limit for need, limit in zip(plan.memory, options["memory"], strict=True))
+    assert "144 MiB on every device" in text, text
+    assert partition(costs, 2, **(options | {"memory": 144 * mib})).memory == (144 * mib,) * 2
+    with pytest.raises(UnsupportedError):
+        partition(costs, 2, **(options | {"memory": 144 * mib - 1}))
+
+
+def test_table():
+    text = str(
+        partition(
+            [LayerCost(f"layer{i}", 1e-3, 2e-3, 1 << 20) for i in range(3)], 2, memory=1 << 30
+        )
+    )
+    assert text.split()[:4] == ["stage", "device", "layers", "params"]
+    assert "layer0..layer1" in text and "1 GiB" in text and "50%" in text, text
