@@ -91,7 +91,7 @@ class SymmetricMemory:
         return dict(self._domain.tuning)
 
     def ring(self, peer: int) -> tuple[Any, Any]:
-        """This rank's ends of the rings to `peer` and from it. A ring has one user: once, or in a `ring_set`."""
+        """This rank's ends of the rings to and from `peer`, which are taken once: here or by `ring_set`."""
         return _host.RingSender(self._domain, peer), _host.RingReceiver(self._domain, peer)
 
     def ring_set(self, peers: list[int]) -> Any:
