@@ -253,7 +253,9 @@ class PipelinedDecoder:
             self._broken = f"stage {self.stage.stage}, step {step} {about}: {error}"
             if not isinstance(error, TpKernelsError) and self.channel is not None:
                 self.channel.fail(f"{type(error).__name__} in {self._broken}")
-            error.add_note(f"in stage {self.stage.stage} of {self.stage.stages}, step {step} {about}")
+            error.add_note(
+                f"in stage {self.stage.stage} of {self.stage.stages}, step {step} {about}"
+            )
             raise
 
 
@@ -380,7 +382,10 @@ class _Group:
 def _packed(answers: list[list[int]]) -> dict[str, Tensor]:
     """Lists of tokens as two tensors, which travel at the cost of their bytes."""
     flat = [token for answer in answers for token in answer]
-    return {"tokens": torch.tensor(flat, dtype=torch.long), "lengths": torch.tensor([*map(len, answers)])}
+    return {
+        "tokens": torch.tensor(flat, dtype=torch.long),
+        "lengths": torch.tensor([*map(len, answers)]),
+    }
 
 
 def _unpacked(message: dict[str, Any]) -> list[list[int]]:
