@@ -163,7 +163,11 @@ def longest_paths(schedule: Schedule, costs: Costs) -> dict[Action, float]:
                 if step and source in ends and (forward or backward):
                     away = schedule.stage_to_rank[source.stage] != rank
                     edges.append(
-                        (source, action, costs.transfer(source.stage, action.stage) if away else 0.0)
+                        (
+                            source,
+                            action,
+                            costs.transfer(source.stage, action.stage) if away else 0.0,
+                        )
                     )
     changed = True
     while changed:
