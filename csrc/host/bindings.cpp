@@ -100,29 +100,32 @@ void bind_domain(py::module_& module) {
                                               "One rank's membership in the group of a segment.")
       .def(py::init([](const SegmentHandle& segment, int rank, std::uint32_t world,
                        std::uint32_t slots, std::uint64_t capacity, std::uint32_t buffers,
-                       double timeout, std::uint32_t ring_cells, std::uint64_t ring_cell_bytes) {
+                       double timeout, std::uint32_t ring_cells, std::uint64_t ring_cell_bytes,
+                       std::uint32_t ring_reach, std::uint32_t ring_far_cells) {
              segment.use();
-             const Shape shape{world, slots, capacity, buffers, ring_cells, ring_cell_bytes};
+             const Shape shape{world,      slots,           capacity,   buffers,
+                               ring_cells, ring_cell_bytes, ring_reach, ring_far_cells};
              return std::make_shared<Domain>(segment.segment, rank, shape, timeout,
                                              check_python_signals);
            }),
            py::arg("segment"), py::arg("rank"), py::arg("world"), py::arg("slots"),
            py::arg("capacity"), py::arg("buffers"), py::arg("timeout"), py::arg("ring_cells") = 0,
-           py::arg("ring_cell_bytes") = 0)
+           py::arg("ring_cell_bytes") = 0, py::arg("ring_reach") = 0, py::arg("ring_far_cells") = 0)
       .def_static(
           "format",
           [](const SegmentHandle& segment, std::uint32_t world, std::uint32_t slots,
              std::uint64_t capacity, std::uint32_t buffers, std::uint32_t epoch,
              std::optional<std::array<std::uint64_t, 4>> tuning, std::uint32_t ring_cells,
-             std::uint64_t ring_cell_bytes) {
+             std::uint64_t ring_cell_bytes, std::uint32_t ring_reach, std::uint32_t ring_far_cells) {
             std::optional<Tuning> given;
             if (tuning) given = Tuning{(*tuning)[0], (*tuning)[1], (*tuning)[2], (*tuning)[3]};
-            const Shape shape{world, slots, capacity, buffers, ring_cells, ring_cell_bytes};
+            const Shape shape{world,      slots,           capacity,   buffers,
+                              ring_cells, ring_cell_bytes, ring_reach, ring_far_cells};
             Domain::format(segment.use(), shape, epoch, given);
           },
           py::arg("segment"), py::arg("world"), py::arg("slots"), py::arg("capacity"),
           py::arg("buffers"), py::arg("epoch") = 0, py::arg("tuning") = py::none(),
-          py::arg("ring_cells") = 0, py::arg("ring_cell_bytes") = 0,
+          py::arg("ring_cells") = 0, py::arg("ring_cell_bytes") = 0, py::arg("ring_reach") = 0, py::arg("ring_far_cells") = 0,
           "Lay out a new segment; one rank does it before any rank makes its Domain. tuning: "
           "(two_shot, two_shot_resident, piece, streaming) in bytes.")
       .def("join", &Domain::join, Released())
@@ -203,11 +206,13 @@ PYBIND11_MODULE(_host, module) {
   module.def(
       "layout_bytes",
       [](std::uint32_t world, std::uint32_t slots, std::uint64_t capacity, std::uint32_t buffers,
-         std::uint32_t ring_cells, std::uint64_t ring_cell_bytes) {
-        return Layout(Shape{world, slots, capacity, buffers, ring_cells, ring_cell_bytes}).bytes();
+         std::uint32_t ring_cells, std::uint64_t ring_cell_bytes, std::uint32_t ring_reach, std::uint32_t ring_far_cells) {
+        const Shape shape{world,      slots,           capacity,   buffers,
+                          ring_cells, ring_cell_bytes, ring_reach, ring_far_cells};
+        return Layout(shape).bytes();
       },
       py::arg("world"), py::arg("slots"), py::arg("capacity"), py::arg("buffers"),
-      py::arg("ring_cells") = 0, py::arg("ring_cell_bytes") = 0,
+      py::arg("ring_cells") = 0, py::arg("ring_cell_bytes") = 0, py::arg("ring_reach") = 0, py::arg("ring_far_cells") = 0,
       "Size of a segment of this shape.");
   bind_product(module);
   module.def("isa", [] { return select_isa().name; },

@@ -26,7 +26,8 @@ void check_size(const Segment& segment, const Layout& layout) {
 bool same(const Shape& a, const Shape& b) {
   return a.world == b.world && a.slots == b.slots && a.capacity == b.capacity &&
          a.buffers == b.buffers && a.ring_cells == b.ring_cells &&
-         a.ring_cell_bytes == b.ring_cell_bytes;
+         a.ring_cell_bytes == b.ring_cell_bytes && a.ring_reach == b.ring_reach &&
+         a.ring_far_cells == b.ring_far_cells;
 }
 
 }  // namespace
@@ -39,6 +40,7 @@ void Domain::format(Segment& segment, const Shape& shape, std::uint32_t epoch,
   Control& control = *new (&layout.control(base)) Control{};
   for (std::uint32_t rank = 0; rank < shape.world; ++rank) {
     new (&layout.status(base, rank)) RankStatus{};
+    new (&layout.bell(base, rank)) Signal{};
     for (std::uint32_t slot = 0; slot < shape.slots; ++slot) {
       Signals& signals = *new (&layout.signals(base, slot, rank)) Signals{};
       for (Signal* signal : {&signals.ready, &signals.reduced, &signals.done}) {
@@ -158,9 +160,11 @@ void Domain::wake_waiters() const {
     Signals& own = layout_.signals(base(), slot, rank_);
     for (Signal* signal : {&own.ready, &own.reduced, &own.done}) wake(*signal);
   }
-  if (layout_.ring_count() == 0) return;
   for (int peer = 0; peer < world(); ++peer) {
     if (peer == rank_) continue;
+    Signal& bell = layout_.bell(base(), peer);
+    if (ring(bell)) wake(bell);
+    if (layout_.ring_count() == 0) continue;
     wake(layout_.ring_signals(base(), layout_.ring(rank_, peer)).sent);
     wake(layout_.ring_signals(base(), layout_.ring(peer, rank_)).received);
   }
@@ -204,6 +208,21 @@ void Domain::check_peer(const Signal& signal, std::uint32_t expected, const Wait
   if (reason && !reached(observe(signal), expected)) {
     throw Fault(FaultKind::peer_lost, wait.peer, wait.slot, wait.op, expected, observe(signal),
                 *reason);
+  }
+}
+
+void Domain::check_left(const WaitFor& wait) const {
+  if (const auto reason = loss(wait.peer)) {
+    throw Fault(FaultKind::peer_lost, wait.peer, wait.slot, wait.op, 0, 0, *reason);
+  }
+}
+
+void Domain::check_others(const WaitFor& wait) const {
+  for (int peer = 0; peer < world(); ++peer) {
+    if (peer == rank_ || state(peer) == RankState::closed) continue;
+    if (const auto reason = loss(peer)) {
+      throw Fault(FaultKind::peer_lost, peer, wait.slot, wait.op, 0, 0, *reason);
+    }
   }
 }
 

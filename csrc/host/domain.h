@@ -61,6 +61,10 @@ class Domain {
   }
   // Throws a Fault if `signal` has not come to `expected` and never will.
   void check_peer(const Signal& signal, std::uint32_t expected, const WaitFor& wait) const;
+  // Throws a Fault if nothing more comes from the peer of the wait.
+  void check_left(const WaitFor& wait) const;
+  // Throws a Fault if any rank has failed or its process has ended. One that left in order has done its part.
+  void check_others(const WaitFor& wait) const;
 
   // A slot has one user: its counters would part ways with those in the segment.
   void claim(int slot);

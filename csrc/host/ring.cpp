@@ -9,59 +9,6 @@
 namespace tpk {
 namespace {
 
-template <class Part>
-std::uint64_t total_of(const std::vector<Part>& parts) {
-  std::uint64_t total = 0;
-  for (const Part& part : parts) {
-    if (part.data == nullptr && part.bytes != 0) {
-      throw std::invalid_argument("a null address with a size that is not zero");
-    }
-    if (__builtin_add_overflow(total, part.bytes, &total) ||
-        total > static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max())) {
-      throw std::invalid_argument("the parts of a message are larger than 2^63 bytes");
-    }
-  }
-  return total;
-}
-
-void copy(const SendPart& part, std::uint64_t offset, std::byte* cell, std::uint64_t bytes) {
-  std::memcpy(cell, static_cast<const std::byte*>(part.data) + offset, bytes);
-}
-
-void copy(const ReceivePart& part, std::uint64_t offset, const std::byte* cell,
-          std::uint64_t bytes) {
-  std::memcpy(static_cast<std::byte*>(part.data) + offset, cell, bytes);
-}
-
-// Where the next byte of a message is in the memory of the caller.
-template <class Part>
-class Cursor {
- public:
-  explicit Cursor(const std::vector<Part>& parts) : parts_(parts) {}
-
-  // Between there and a cell, by the direction of `Part`.
-  template <class Cell>
-  void move(Cell* cell, std::uint64_t bytes) {
-    while (bytes != 0) {
-      const Part& part = parts_[index_];
-      const std::uint64_t length = std::min(bytes, part.bytes - offset_);
-      if (length != 0) copy(part, offset_, cell, length);
-      cell += length;
-      bytes -= length;
-      offset_ += length;
-      if (offset_ == part.bytes) {
-        ++index_;
-        offset_ = 0;
-      }
-    }
-  }
-
- private:
-  const std::vector<Part>& parts_;
-  std::size_t index_ = 0;
-  std::uint64_t offset_ = 0;  // in that part
-};
-
 std::uint32_t ring_of(const Domain& domain, int peer, bool sends) {
   if (domain.layout().ring_count() == 0) throw std::invalid_argument("the segment has no rings");
   if (peer < 0 || peer >= domain.world() || peer == domain.rank()) {
@@ -77,6 +24,7 @@ std::uint32_t ring_of(const Domain& domain, int peer, bool sends) {
 
 RingEnd::RingEnd(std::shared_ptr<Domain> domain, int peer, bool sends)
     : domain_(std::move(domain)), peer_(peer), ring_(ring_of(*domain_, peer, sends)),
+      cells_(domain_->layout().cells(ring_)),
       signals_(domain_->layout().ring_signals(domain_->base(), ring_)),
       policy_(WaitPolicy::for_ranks(domain_->world())) {
   domain_->check_process();
@@ -95,6 +43,8 @@ void RingEnd::interrupt() {
   broken_ = Fault(FaultKind::closed, domain_->rank(), -1, op_, count_, seen_, detail);
   domain_->fail(detail);
 }
+
+Signal& RingEnd::peer_bell() const { return domain_->layout().bell(domain_->base(), peer_); }
 
 MessageHeader& RingEnd::header() const {
   return domain_->layout().message_header(domain_->base(), ring_, cell_);
@@ -115,11 +65,11 @@ void RingSender::send(const std::vector<SendPart>& parts, std::uint64_t tag, dou
       if (!reached(seen_, needed)) {
         seen_ = await(signals_.received, needed, timeout, "receive what was sent before");
       }
-      if (left == total) header() = MessageHeader{tag, total};
+      if (left == total) header() = MessageHeader{tag, total, 0};
       const std::uint64_t bytes = std::min(left, cell_bytes());
       source.move(payload(), bytes);
       left -= bytes;
-      raise(signals_.sent, ++count_);
+      raise(signals_.sent, ++count_, peer_bell());
       next_cell();
     } while (left != 0);
   });
@@ -189,7 +139,7 @@ void RingReceiver::take_cell(double timeout) {
 }
 
 void RingReceiver::release_cell() {
-  raise(signals_.received, ++count_);
+  raise(signals_.received, ++count_, peer_bell());
   next_cell();
   holding_ = false;
 }

@@ -13,18 +13,9 @@
 #include <vector>
 
 #include "domain.h"
+#include "ring_parts.h"
 
 namespace tpk {
-
-struct SendPart {
-  const void* data;
-  std::uint64_t bytes;
-};
-
-struct ReceivePart {
-  void* data;
-  std::uint64_t bytes;
-};
 
 struct Message {
   std::uint64_t tag;
@@ -61,15 +52,17 @@ class RingEnd {
 
   std::uint32_t await(Signal& signal, std::uint32_t expected, double timeout, const char* what);
   void interrupt();
+  Signal& peer_bell() const;
   MessageHeader& header() const;
   std::byte* payload() const;
-  std::uint32_t cells() const { return domain_->layout().shape().ring_cells; }
+  std::uint32_t cells() const { return cells_; }
   std::uint64_t cell_bytes() const { return domain_->layout().shape().ring_cell_bytes; }
   void next_cell() { cell_ = (cell_ + 1) % cells(); }
 
   std::shared_ptr<Domain> domain_;
   int peer_;
   std::uint32_t ring_;
+  std::uint32_t cells_;
   RingSignals& signals_;
   std::mutex mutex_;
   std::optional<Fault> broken_;

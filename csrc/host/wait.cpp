@@ -34,9 +34,11 @@ long futex(const std::atomic<std::uint32_t>& word, int operation, std::uint32_t 
   return ::syscall(SYS_futex, &word, operation, value, timeout, nullptr, 0);
 }
 
-void sleep_on(Signal& signal, std::uint32_t expected, std::chrono::nanoseconds limit) {
+// Sleeps unless `ready(value)`, which is asked after this thread has said that it is about to.
+template <class Ready>
+void sleep_on(Signal& signal, std::chrono::nanoseconds limit, Ready&& ready) {
   const std::uint32_t seen = prepare_to_sleep(signal);
-  if (!reached(seen, expected)) {
+  if (!ready(seen)) {
     timespec timeout{};
     timeout.tv_sec = static_cast<time_t>(limit.count() / 1'000'000'000);
     timeout.tv_nsec = static_cast<long>(limit.count() % 1'000'000'000);
@@ -44,6 +46,33 @@ void sleep_on(Signal& signal, std::uint32_t expected, std::chrono::nanoseconds l
     futex(signal.value, FUTEX_WAIT, seen, &timeout);
   }
   finish_sleep(signal);
+}
+
+// Spins, yields, then sleeps in slices. `ready()` looks, `sleep(limit)` sleeps.
+template <class Ready, class Sleep>
+bool wait_in_stages(Ready&& ready, Sleep&& sleep, Clock::time_point deadline, WaitPolicy& policy,
+                    const std::function<void()>& on_slice) {
+  for (int spin = 0; spin < policy.spins; ++spin) {
+    if (ready()) {
+      policy.spins = std::min(policy.spins * 2, policy.max_spins);
+      return true;
+    }
+    relax();
+  }
+  policy.spins = std::max(policy.spins / 2, kMinSpins);
+  // Bounded by time: on a busy machine a single yield may cost a slice of another thread.
+  const auto yield_until = std::min(deadline, Clock::now() + kYield);
+  do {
+    if (ready()) return true;
+    ::sched_yield();
+  } while (Clock::now() < yield_until);
+  while (!ready()) {
+    on_slice();
+    const auto left = deadline - Clock::now();
+    if (left <= left.zero()) return ready();
+    sleep(std::min<std::chrono::nanoseconds>(left, kSlice));
+  }
+  return true;
 }
 
 }  // namespace
@@ -72,27 +101,22 @@ WaitPolicy WaitPolicy::for_ranks(std::uint32_t ranks) {
 
 bool wait_until(Signal& signal, std::uint32_t expected, Clock::time_point deadline,
                 WaitPolicy& policy, const std::function<void()>& on_slice) {
-  for (int spin = 0; spin < policy.spins; ++spin) {
-    if (reached(observe(signal), expected)) {
-      policy.spins = std::min(policy.spins * 2, policy.max_spins);
-      return true;
-    }
-    relax();
-  }
-  policy.spins = std::max(policy.spins / 2, kMinSpins);
-  // Bounded by time: on a busy machine a single yield may cost a slice of another thread.
-  const auto yield_until = std::min(deadline, Clock::now() + kYield);
-  do {
-    if (reached(observe(signal), expected)) return true;
-    ::sched_yield();
-  } while (Clock::now() < yield_until);
-  while (!reached(observe(signal), expected)) {
-    on_slice();
-    const auto left = deadline - Clock::now();
-    if (left <= left.zero()) return reached(observe(signal), expected);
-    sleep_on(signal, expected, std::min<std::chrono::nanoseconds>(left, kSlice));
-  }
-  return true;
+  return wait_in_stages(
+      [&] { return reached(observe(signal), expected); },
+      [&](std::chrono::nanoseconds limit) {
+        sleep_on(signal, limit, [&](std::uint32_t seen) { return reached(seen, expected); });
+      },
+      deadline, policy, on_slice);
+}
+
+bool wait_for_bell(Signal& bell, const std::function<bool(Look)>& ready, Clock::time_point deadline,
+                   WaitPolicy& policy, const std::function<void()>& on_slice) {
+  return wait_in_stages(
+      [&] { return ready(observe); },
+      [&](std::chrono::nanoseconds limit) {
+        sleep_on(bell, limit, [&](std::uint32_t) { return ready(observe_before_sleep); });
+      },
+      deadline, policy, on_slice);
 }
 
 void wake(Signal& signal) { futex(signal.value, FUTEX_WAKE, INT_MAX, nullptr); }

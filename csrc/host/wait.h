@@ -29,11 +29,23 @@ struct WaitPolicy {
 bool wait_until(Signal& signal, std::uint32_t expected, Clock::time_point deadline,
                 WaitPolicy& policy, const std::function<void()>& on_slice);
 
+// As `wait_until`, for anything that `ready(look)` finds by looking at signals with `look`, and whose publishers
+// ring `bell`.
+using Look = std::uint32_t (*)(const Signal&);
+bool wait_for_bell(Signal& bell, const std::function<bool(Look)>& ready, Clock::time_point deadline,
+                   WaitPolicy& policy, const std::function<void()>& on_slice);
+
 void wake(Signal& signal);
 
 // Publishes and wakes whoever sleeps.
 inline void raise(Signal& signal, std::uint32_t epoch) {
   if (publish(signal, epoch)) wake(signal);
+}
+
+// Also for a rank that waits for more than this signal.
+inline void raise(Signal& signal, std::uint32_t epoch, Signal& bell) {
+  raise(signal, epoch);
+  if (ring(bell)) wake(bell);
 }
 
 }  // namespace tpk

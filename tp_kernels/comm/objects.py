@@ -65,7 +65,8 @@ def all_gather_object(value: Any, group: ParallelGroup) -> list[Any]:
 def encode(value: Any, write: Write | None = None) -> bytes:
     """Bytes from which `decode` makes an equal value of the same types.
 
-    write: asked for what is of no other kind; writes it, beginning with a letter of its own, or returns False.
+    write: asked for what is of no other kind; writes a letter of its own and what belongs to it, or returns
+        False.
     """
     out = bytearray()
     _write(value, out, 0, write)
@@ -75,8 +76,8 @@ def encode(value: Any, write: Write | None = None) -> bytes:
 def decode(data: bytes, read: Read | None = None) -> Any:
     """The value that was encoded; ValueError if `data` is anything else.
 
-    read: asked for letters that are not known here, with the place behind the letter; returns the value and the place
-        behind that.
+    read: asked for letters that are not known here, with the place behind the letter; returns the value and
+        the place behind that.
     """
     try:
         value, at = _read(data, 0, read)

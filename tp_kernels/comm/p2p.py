@@ -114,8 +114,7 @@ class P2PChannel:
                 self.provider, self.provider_reason = "none", str(error)
             else:
                 for peer in peers:
-                    sender, receiver = memory.senders[peer], memory.receivers[peer]
-                    self._pairs[peer] = _HostPair(sender, receiver, group.timeout)
+                    self._pairs[peer] = _HostPair(*memory.ring(peer), group.timeout)
                 return
         wire_tag = _WIRE_TAGS + rendezvous.next_index()  # messages of two channels must not meet
         for peer in peers:

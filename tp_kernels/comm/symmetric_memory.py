@@ -33,6 +33,12 @@ class Shape(NamedTuple):
     buffers: int
     ring_cells: int
     ring_cell_bytes: int
+    ring_reach: int
+    ring_far_cells: int
+
+    def sizes(self) -> dict[str, int]:
+        """As arguments of the engine."""
+        return {name: size for name, size in self._asdict().items() if size or name == "slots"}
 
 
 class SymmetricMemory:
@@ -41,7 +47,8 @@ class SymmetricMemory:
     Each slot gives every rank `buffers` buffers of `capacity` bytes. Capacity is fixed here; calls move
     longer messages in pieces, so nothing ever grows. Two operations in flight must use two slots.
     With `ring_cells`, every ordered pair of ranks also has a ring of that many cells of
-    `ring_cell_bytes` bytes for messages; `slots` may then be 0.
+    `ring_cell_bytes` bytes for messages; `slots` may then be 0. With `ring_reach`, rings of ranks that are
+    further apart, the last being next to the first, have `ring_far_cells` cells.
     The segment has mode 0600, a random name that exists only until all ranks have mapped it, and its
     pages are reserved when it is made: a full /dev/shm is an error here, never a SIGBUS later.
     tuning: thresholds of rank 0 instead of the measured ones (csrc/host/tuning.h); for studies.
@@ -56,6 +63,8 @@ class SymmetricMemory:
         buffers: int = 3,
         ring_cells: int = 0,
         ring_cell_bytes: int = 0,
+        ring_reach: int = 0,
+        ring_far_cells: int = 0,
         timeout: float | None = None,
         tuning: tuple[int, int, int, int] | None = None,
     ) -> None:
@@ -63,11 +72,10 @@ class SymmetricMemory:
             raise BuildError(f"tp_kernels._host is not built: {HOST_IMPORT_ERROR}")
         self.rank, self.world = rendezvous.rank, rendezvous.size
         self.timeout = rendezvous.timeout if timeout is None else timeout
-        shape = Shape(self.world, slots, capacity, buffers, ring_cells, ring_cell_bytes)
+        rings = ring_cells, ring_cell_bytes, ring_reach, ring_far_cells
+        shape = Shape(self.world, slots, capacity, buffers, *rings)
         self._segment = _map_segment(rendezvous, shape, tuning)
-        self._domain = _host.Domain(
-            self._segment, self.rank, timeout=self.timeout, **shape._asdict()
-        )
+        self._domain = _host.Domain(self._segment, self.rank, timeout=self.timeout, **shape.sizes())
         self._domain.join()
         self._domain.open_peers(self.timeout)
         self.slots = [
@@ -76,14 +84,19 @@ class SymmetricMemory:
             )
             for index in range(slots)
         ]
-        peers = [peer for peer in range(self.world) if peer != self.rank and ring_cells]
-        self.senders = {peer: _host.RingSender(self._domain, peer) for peer in peers}
-        self.receivers = {peer: _host.RingReceiver(self._domain, peer) for peer in peers}
 
     @property
     def tuning(self) -> dict[str, int]:
         """Sizes in bytes from which collectives go another way, agreed by all ranks."""
         return dict(self._domain.tuning)
+
+    def ring(self, peer: int) -> tuple[Any, Any]:
+        """This rank's ends of the rings to and from `peer`, which are taken once: here or by `ring_set`."""
+        return _host.RingSender(self._domain, peer), _host.RingReceiver(self._domain, peer)
+
+    def ring_set(self, peers: list[int]) -> Any:
+        """This rank's ends of the rings with several peers, moved together (csrc/host/ring_set.h)."""
+        return _host.RingSet(self._domain, peers)
 
     def fail(self, reason: str) -> None:
         """Tell the peers that this rank cannot go on; those who wait for it raise at once."""
@@ -109,13 +122,13 @@ def _map_segment(
     rendezvous: Rendezvous, shape: Shape, tuning: tuple[int, int, int, int] | None
 ) -> Any:
     """Rank 0 creates, all map, rank 0 unlinks; either all ranks hold the segment or all raise."""
-    nbytes = _host.layout_bytes(**shape._asdict())
+    nbytes = _host.layout_bytes(**shape.sizes())
     segment, error = None, ""
     if rendezvous.rank == 0:
         name = f"/tpk-{secrets.token_hex(8)}"
         try:
             segment = _host.Segment.create(name, nbytes)
-            _host.Domain.format(segment, **shape._asdict(), tuning=tuning)
+            _host.Domain.format(segment, **shape.sizes(), tuning=tuning)
         except OSError as failure:
             error = str(failure)
         rendezvous.put("segment", json.dumps({"name": name, "shape": shape, "error": error}))

@@ -5,8 +5,8 @@ the weight gradients are computed, which then fill a bubble. Layers of this pack
 `delay_wgrad=True`. In other modules, products with a parameter (`linear`, `conv1d` to `conv3d`, `matmul` and
 `addmm` with a two-dimensional parameter on the right) are replaced while the forward runs by ones that keep
 (x, dy) in their backward; everything else, such as norms, gets its gradients with the input. Gradients are
-accumulated as autograd does: of a micro-batch, all uses of a parameter are summed in the order of the backward,
-then accumulated once, with its hooks.
+accumulated as autograd does: of a micro-batch, all uses of a parameter are summed in the order of the
+backward, then accumulated once, with its hooks.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> _Call | None:
 def _matmul(*args: Any, **options: Any) -> _Call | None:
     if options or not all(isinstance(x, Tensor) for x in args) or args[1].dim() != 2:
         return None
-    return _Call(_MATMUL, *args, None) if args[0].dim() >= 2 else None
+    return _Call(_MATMUL, args[0], args[1], None) if args[0].dim() >= 2 else None
 
 
 def _addmm(*args: Any, **options: Any) -> _Call | None:
@@ -195,7 +195,8 @@ class _Mode(TorchFunctionMode):
         if call is not None and self._owner._defers(call):
             return self._owner._call(call)
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and result.requires_grad:
+        first = result[0] if isinstance(result, tuple) and result else result
+        if isinstance(first, Tensor) and first.requires_grad:
             for value in (*args, *kwargs.values()):
                 if isinstance(value, nn.Parameter) and value.requires_grad:
                     how = getattr(func, "__name__", str(func))
@@ -297,7 +298,7 @@ class SplitBackward:
         later = (call.weight, call.bias)
         self._deferred.update(id(p) for p in later if p is not None and p.requires_grad)
         anchor = torch.empty(0, requires_grad=True)
-        return _Deferred.apply(anchor, x, weight, bias, call.product, self, later)  # type: ignore[no-untyped-call]
+        return _Deferred.apply(anchor, x, weight, bias, call.product, self, later)
 
     def _queue(
         self,
@@ -316,9 +317,9 @@ class SplitBackward:
         def compute() -> tuple[Tensor | None, Tensor | None]:
             if versions != (x._version, dy._version):
                 raise UnsupportedError(
-                    "the input of a product with a parameter, or the gradient of its output, was written to in "
-                    "place between the input gradient and the weight gradient of a micro-batch; copy it, or use "
-                    "a schedule that does not split the backward"
+                    "the input of a product with a parameter, or the gradient of its output, was written "
+                    "to in place between the input gradient and the weight gradient of a micro-batch; copy "
+                    "it, or use a schedule that does not split the backward"
                 )
             with torch.no_grad():
                 return product.weight_gradients(dy, x, operand, True, later_bias is not None)
@@ -328,7 +329,7 @@ class SplitBackward:
 
 def run_backward(roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor]) -> None:
     """`torch.autograd.backward` without its `__torch_function__`."""
-    torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.run_backward(
         tuple(roots),
         tuple(gradients),
         False,

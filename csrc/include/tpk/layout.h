@@ -1,15 +1,17 @@
 // Where things are in a symmetric segment:
 //
-//   Control | RankStatus[world] | slot 0 | slot 1 | ... | ring 0 -> 1 | ring 0 -> 2 | ...
+//   Control | RankStatus[world] | bell[world] | slot 0 | slot 1 | ... | ring 0 -> 1 | ring 0 -> 2 | ...
 //   slot:       rank 0 | rank 1 | ...
 //   rank area:  Signals | Descriptor[buffers] | buffer 0 | buffer 1 | ...
 //   ring:       RingSignals | cell 0 | cell 1 | ...
 //   cell:       MessageHeader | ring_cell_bytes bytes
 //
-// There is a ring for every ordered pair of ranks, or none at all. Rank areas, buffers and rings start
-// on pages of their own, cells on cache lines. All offsets are 64-bit.
+// There is a ring for every ordered pair of ranks, or none at all. With `ring_reach`, those of ranks further apart
+// (the last rank is next to the first) come last and have `ring_far_cells` cells. Rank areas, buffers and rings
+// start on pages of their own, cells on cache lines. All offsets are 64-bit.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <limits>
@@ -21,7 +23,7 @@
 namespace tpk {
 
 inline constexpr std::uint32_t kMagic = 0x314b5054;  // "TPK1"
-inline constexpr std::uint32_t kLayoutVersion = 2;
+inline constexpr std::uint32_t kLayoutVersion = 3;
 inline constexpr std::uint64_t kPage = 4096;
 
 struct Shape {
@@ -31,6 +33,8 @@ struct Shape {
   std::uint32_t buffers;         // per rank and slot
   std::uint32_t ring_cells = 0;  // 0: no rings
   std::uint64_t ring_cell_bytes = 0;
+  std::uint32_t ring_reach = 0;  // 0: all rings are alike
+  std::uint32_t ring_far_cells = 0;
 };
 
 // Sizes in bytes from which ranks go another way; all ranks must go the same, see csrc/host/tuning.h.
@@ -80,6 +84,7 @@ struct RingSignals {
 struct alignas(64) MessageHeader {
   std::uint64_t tag;
   std::uint64_t bytes;  // of the payload
+  std::uint64_t head;   // of these, what describes the rest; see RingSet
 };
 
 static_assert(sizeof(Control) == 128 && sizeof(RankStatus) == 256 && sizeof(Descriptor) == 64);
@@ -99,17 +104,24 @@ class Layout {
     require((shape.ring_cells == 0) == (shape.ring_cell_bytes == 0) &&
                 shape.ring_cell_bytes <= (std::uint64_t{1} << 40),
             "ring_cell_bytes", "1 to 2^40 bytes with rings, 0 without", shape.ring_cell_bytes);
+    require(shape.ring_reach < shape.world, "ring_reach", "less than world", shape.ring_reach);
+    require((shape.ring_reach == 0) == (shape.ring_far_cells == 0) && shape.ring_far_cells <= 65536,
+            "ring_far_cells", "1..65536 with ring_reach, 0 without", shape.ring_far_cells);
     stride_ = round_up(shape.capacity, kPage);
     buffers_offset_ = round_up(sizeof(Signals) + shape.buffers * sizeof(Descriptor), kPage);
     area_ = buffers_offset_ + shape.buffers * stride_;
-    slots_offset_ = round_up(sizeof(Control) + shape.world * sizeof(RankStatus), kPage);
+    slots_offset_ = round_up(
+        sizeof(Control) + shape.world * (sizeof(RankStatus) + sizeof(Signal)), kPage);
     if (shape.ring_cells != 0) {
       cell_stride_ = sizeof(MessageHeader) + round_up(shape.ring_cell_bytes, sizeof(MessageHeader));
       ring_ = round_up(sizeof(RingSignals) + shape.ring_cells * cell_stride_, kPage);
+      far_ring_ = round_up(sizeof(RingSignals) + shape.ring_far_cells * cell_stride_, kPage);
     }
-    std::uint64_t slots = 0, rings = 0;
+    std::uint64_t slots = 0, rings = 0, far = 0;
     if (__builtin_mul_overflow(area_, std::uint64_t{shape.world} * shape.slots, &slots) ||
-        __builtin_mul_overflow(ring_, std::uint64_t{ring_count()}, &rings) ||
+        __builtin_mul_overflow(ring_, std::uint64_t{near_count()}, &rings) ||
+        __builtin_mul_overflow(far_ring_, std::uint64_t{ring_count() - near_count()}, &far) ||
+        __builtin_add_overflow(rings, far, &rings) ||
         __builtin_add_overflow(slots, slots_offset_, &rings_offset_) ||
         __builtin_add_overflow(rings, rings_offset_, &bytes_) ||
         bytes_ > static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max())) {
@@ -124,6 +136,11 @@ class Layout {
 
   RankStatus& status(std::byte* base, std::uint32_t rank) const {
     return *reinterpret_cast<RankStatus*>(base + sizeof(Control) + rank * sizeof(RankStatus));
+  }
+
+  Signal& bell(std::byte* base, std::uint32_t rank) const {
+    return *reinterpret_cast<Signal*>(base + sizeof(Control) + shape_.world * sizeof(RankStatus) +
+                                      rank * sizeof(Signal));
   }
 
   Signals& signals(std::byte* base, std::uint32_t slot, std::uint32_t rank) const {
@@ -147,11 +164,21 @@ class Layout {
 
   // Of two different ranks.
   std::uint32_t ring(std::uint32_t source, std::uint32_t destination) const {
-    return source * (shape_.world - 1) + destination - (destination > source);
+    const std::uint32_t ahead = (destination + shape_.world - source) % shape_.world;
+    const std::uint32_t near = near_of_rank(), far = shape_.world - 1 - near;
+    if (far == 0) return source * near + ahead - 1;
+    const std::uint32_t reach = shape_.ring_reach;
+    if (ahead <= reach) return source * near + ahead - 1;
+    if (shape_.world - ahead <= reach) return source * near + near - (shape_.world - ahead);
+    return near_count() + source * far + ahead - reach - 1;
+  }
+
+  std::uint32_t cells(std::uint32_t ring) const {
+    return ring < near_count() ? shape_.ring_cells : shape_.ring_far_cells;
   }
 
   RingSignals& ring_signals(std::byte* base, std::uint32_t ring) const {
-    return *reinterpret_cast<RingSignals*>(base + rings_offset_ + ring * ring_);
+    return *reinterpret_cast<RingSignals*>(base + ring_offset(ring));
   }
 
   MessageHeader& message_header(std::byte* base, std::uint32_t ring, std::uint32_t cell) const {
@@ -163,6 +190,18 @@ class Layout {
   }
 
  private:
+  std::uint32_t near_of_rank() const {
+    const std::uint32_t peers = shape_.world - 1;
+    return shape_.ring_reach == 0 ? peers : std::min(2 * shape_.ring_reach, peers);
+  }
+
+  std::uint32_t near_count() const { return shape_.ring_cells ? shape_.world * near_of_rank() : 0; }
+
+  std::uint64_t ring_offset(std::uint32_t ring) const {
+    const std::uint64_t near = std::min(ring, near_count());
+    return rings_offset_ + near * ring_ + (ring - near) * far_ring_;
+  }
+
   static std::uint64_t round_up(std::uint64_t value, std::uint64_t unit) {
     return (value + unit - 1) / unit * unit;
   }
@@ -179,7 +218,7 @@ class Layout {
   }
 
   std::byte* cell(std::byte* base, std::uint32_t ring, std::uint32_t cell) const {
-    return base + rings_offset_ + ring * ring_ + sizeof(RingSignals) + cell * cell_stride_;
+    return base + ring_offset(ring) + sizeof(RingSignals) + cell * cell_stride_;
   }
 
   Shape shape_;
@@ -189,6 +228,7 @@ class Layout {
   std::uint64_t slots_offset_ = 0;
   std::uint64_t cell_stride_ = 0;  // from one cell to the next
   std::uint64_t ring_ = 0;         // size of a ring
+  std::uint64_t far_ring_ = 0;
   std::uint64_t rings_offset_ = 0;
   std::uint64_t bytes_ = 0;
 };

@@ -11,6 +11,8 @@
 //
 // A ring from one rank to another does the same cell by cell: the source waits for credit (`received`),
 // fills the cell and publishes `sent`; the destination observes `sent`, reads and publishes `received`.
+//
+// A rank that waits for any of several rings sleeps on its bell, which those who publish ring behind it.
 #pragma once
 
 #include <atomic>
@@ -55,6 +57,20 @@ inline std::uint32_t prepare_to_sleep(Signal& signal) {
 
 inline void finish_sleep(Signal& signal) {
   signal.waiters.fetch_sub(1, std::memory_order_relaxed);
+}
+
+// The bell of a rank counts events, not rounds, and has many writers. Whoever has published something that the
+// rank may wait for rings it: true if sleepers must be woken. A rank that is awake costs a load.
+[[nodiscard]] inline bool ring(Signal& bell) {
+  if (bell.waiters.load(std::memory_order_seq_cst) == 0) return false;
+  bell.value.fetch_add(1, std::memory_order_seq_cst);
+  return true;
+}
+
+// Between `prepare_to_sleep` on the bell and sleeping, a rank looks once more at what it waits for. Sequential
+// consistency rules out that it misses the value while whoever published that misses the sleeper.
+inline std::uint32_t observe_before_sleep(const Signal& signal) {
+  return signal.value.load(std::memory_order_seq_cst);
 }
 
 // Words nobody sleeps on, such as the state of a rank.

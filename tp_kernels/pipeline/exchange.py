@@ -1,0 +1,400 @@
+"""The messages of a rank's lanes: what is queued, under way and arrived, and the credits that bound it.
+
+Everything happens inside calls. Each that waits moves the messages of all lanes meanwhile: what arrives goes
+into the mailbox, what was queued leaves as credits and room come.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from tp_kernels.comm.errors import (
+    CollectiveTimeoutError,
+    GroupMismatchError,
+    PeerLostError,
+    TpKernelsError,
+    UnsupportedError,
+)
+from tp_kernels.comm.group import ParallelGroup
+from tp_kernels.comm.p2p import _is_plain
+from tp_kernels.comm.symmetric_memory import _host
+
+from . import message
+from .lanes import CREDIT, NAMED, NAMED_CREDIT, STAGE, Lane, Outgoing, Peer
+from .transport import ANNOUNCED, RECEIVED, Lost, Transport
+
+_KEPT_DESCRIPTIONS = 4096  # of shapes and structures that may come again
+_FAULTS: tuple[type[Exception], ...] = (Lost,) if _host is None else (Lost, _host.Fault)
+_RELAYED = re.compile(r"^(rank \d+ failed: )+(?=rank \d+ (failed|is gone|closed))")
+
+
+class Exchange:
+    """Sends and receives messages of lanes.
+
+    Args:
+        transport: None for one rank.
+        arrivals, departures: lanes between stages into and out of this rank, by number.
+    """
+
+    def __init__(
+        self,
+        group: ParallelGroup,
+        transport: Transport | None,
+        credits: int,
+        timeout: float,
+        arrivals: dict[int, Lane],
+        departures: dict[int, Lane],
+    ) -> None:
+        self.group, self.transport = group, transport
+        self.credits, self.timeout = credits, timeout
+        self.broken = ""  # why nothing more is possible
+        self.seconds = 0.0  # waited
+        # By tag without credits, or (rank, name): (its lane, value, bytes) of what arrived and was not taken.
+        self.mailbox: dict[Any, deque[tuple[Lane | None, Any, int]]] = {}
+        self._arrivals, self._departures = arrivals, departures
+        self._peers = {r: Peer(r) for r in range(group.size) if r != group.rank}
+        self._heads: dict[Any, bytes] = {}  # descriptions of single tensors
+        self._descriptions: dict[bytes, message.Description] = {}
+        # Lanes of send_to: out by (rank, name) and by number, in by (rank, number).
+        self._named: dict[tuple[int, str], Lane] = {}
+        self._named_out: dict[int, Lane] = {}
+        self._named_in: dict[tuple[int, int], Lane] = {}
+
+    # Sending.
+
+    def encode(self, value: Any) -> tuple[bytes, list[Tensor]]:
+        """As `message.encode`, fast for a tensor of a kind that was sent before."""
+        if type(value) is not Tensor or not value.is_cpu or value.layout is not torch.strided:
+            return message.encode(value)
+        kind = (value.dtype, value.shape, value.requires_grad)
+        head = self._heads.get(kind)
+        if head is None:
+            head = message.encode(value)[0]
+            if len(self._heads) == _KEPT_DESCRIPTIONS:
+                self._heads.clear()
+            self._heads[kind] = head
+        return head, [value]
+
+    def put(self, lane: Lane, micro_batch: int, head: bytes, tensors: list[Tensor]) -> int:
+        """Send or queue a message; waits while `credits` are queued. Returns the bytes of the tensors."""
+        spans, nbytes = [], 0
+        for index, tensor in enumerate(tensors):
+            if not _is_plain(tensor):
+                tensors[index] = tensor = _in_host_memory(tensor)
+            size = tensor.nbytes
+            spans.append((tensor.data_ptr(), size))
+            nbytes += size
+        peer = self._peers[lane.peer]
+        if lane.in_flight < self.credits and not (lane.waiting or peer.busy or peer.owing):
+            if not self._start(peer, lane, micro_batch, head, spans):
+                peer.leaving = Outgoing.of(lane, micro_batch, head, tensors)
+            return nbytes
+        lane.waiting.append(Outgoing.of(lane, micro_batch, head, tensors))
+        peer.queue.append(lane)
+        self.progress("send")
+        if len(lane.waiting) > self.credits:
+            self.wait(
+                "send",
+                lane,
+                lambda: len(lane.waiting) <= self.credits,
+                lambda: f"{lane.sender} cannot send {lane.message(micro_batch)}",
+            )
+        return nbytes
+
+    def named(self, rank: int, name: str) -> Lane:
+        """The lane of messages to `rank` under this name. One without messages under way may be forgotten."""
+        lane = self._named.get((rank, name))
+        if lane is None:
+            number = next(n for n in range(len(self._named) + 1) if n not in self._named_out)
+            here = self.group.rank
+            lane = Lane(NAMED, number, rank, name, f"rank {here}", f"rank {rank}")
+            self._named[rank, name] = self._named_out[number] = lane
+        return lane
+
+    def _start(
+        self, peer: Peer, lane: Lane, micro_batch: int, head: bytes, spans: list[tuple[int, int]]
+    ) -> bool:
+        tag = lane.bits | micro_batch
+        back = lane.back
+        if back is not None and back.owed and back.peer == lane.peer:
+            tag |= back.owed << 48
+            back.owed = 0
+        lane.in_flight += 1
+        self._leave(peer, tag, head, spans)
+        return not peer.busy
+
+    def _leave(self, peer: Peer, tag: int, head: bytes, spans: list[tuple[int, int]]) -> None:
+        assert self.transport is not None
+        try:
+            peer.busy = not self.transport.send(peer.rank, tag, head, spans)
+        except _FAULTS as fault:
+            self._lost(f"rank {self.group.rank} cannot send to rank {peer.rank}", fault)
+        peer.moved += 1
+
+    def _advance(self, peer: Peer) -> None:
+        """Give the transport what it may take now."""
+        while not peer.busy:
+            if peer.owing:
+                lane = next(iter(peer.owing))
+                del peer.owing[lane]
+                if lane.owed:  # else it went along with a message
+                    kind = CREDIT if lane.kind == STAGE else NAMED_CREDIT
+                    tag = kind << 56 | lane.number << 32 | lane.owed
+                    lane.owed = 0
+                    self._leave(peer, tag, b"", [])
+                continue
+            ready = [lane for lane in peer.queue if lane.in_flight < self.credits]
+            if not ready:
+                return
+            lane = ready[0]
+            peer.queue.remove(lane)
+            outgoing = lane.waiting.popleft()
+            self._check_unchanged(outgoing)
+            spans = [(tensor.data_ptr(), tensor.nbytes) for tensor in outgoing.tensors]
+            if not self._start(peer, lane, outgoing.micro_batch, outgoing.head, spans):
+                peer.leaving = outgoing
+
+    def flush(self) -> None:
+        """Wait until nothing that was sent is in this rank's memory."""
+        for peer in self._peers.values():
+            while peer.busy or peer.queue or peer.owing:
+                self._await_move(peer)
+
+    def _await_move(self, peer: Peer) -> None:
+        before = peer.moved
+
+        def what() -> str:
+            first = peer.leaving or (peer.queue[0].waiting[0] if peer.queue else "credits")
+            return f"rank {self.group.rank} cannot send {first}"
+
+        self.wait("flush", None, lambda: peer.moved != before, what, peer.rank)
+
+    def _check_unchanged(self, outgoing: Outgoing) -> None:
+        if outgoing.changed():
+            self._give_up(
+                UnsupportedError,
+                f"a tensor of {outgoing} was changed in place before it had left: call flush() first, or "
+                "send a clone",
+            )
+
+    # Receiving.
+
+    def deliver(self, key: Any, value: Any, lane: Lane | None = None, nbytes: int = 0) -> None:
+        """Put a value where `take` finds it."""
+        box = self.mailbox.get(key)
+        if box is None:
+            self.mailbox[key] = deque(((lane, value, nbytes),))
+        else:
+            box.append((lane, value, nbytes))
+
+    def take(self, key: Any) -> tuple[Any, int]:
+        """The first value under `key`, which is in the mailbox, and its bytes; its sender gets a credit."""
+        box = self.mailbox[key]
+        lane, value, nbytes = box.popleft()
+        if not box:
+            del self.mailbox[key]
+        if lane is not None and lane.peer != self.group.rank:
+            lane.owed += 1
+            if lane.owed >= (max(1, self.credits // 2) if lane.kind == STAGE else 1):
+                peer = self._peers[lane.peer]
+                peer.owing[lane] = None
+                self._advance(peer)
+        return value, nbytes
+
+    def _arrived(self, peer: Peer, tag: int, head: bytes, nbytes: int) -> None:
+        assert self.transport is not None
+        kind, number, low = tag >> 56, tag >> 32 & 0xFFFF, tag & 0xFFFFFFFF
+        if kind == STAGE:
+            lane = self._arrivals[number]
+            lane.last = low
+            credits = tag >> 48 & 0xFF
+            if credits and lane.back is not None:
+                self._credited(lane.back, credits)
+        elif kind == NAMED:
+            lane = self._named_in.get((peer.rank, number), None) or self._named_from(
+                peer, number, head
+            )
+        elif kind == CREDIT:
+            return self._credited(self._departures[number], low)
+        elif kind == NAMED_CREDIT:
+            lane = self._named_out[number]
+            self._credited(lane, low)
+            if not (lane.in_flight or lane.waiting):
+                del self._named_out[number], self._named[lane.peer, lane.name]
+            return None
+        else:
+            raise GroupMismatchError(f"a message of kind {kind} from rank {peer.rank}")
+        description = self._descriptions.get(head)
+        if description is None:
+            description = message.decode(head)
+            if len(self._descriptions) == _KEPT_DESCRIPTIONS:
+                self._descriptions.clear()
+            self._descriptions[head] = description
+        if description.nbytes != nbytes:
+            raise GroupMismatchError(
+                f"{lane.message(low)} has {nbytes} bytes, its description {description.nbytes}"
+            )
+        memory = [spec.empty() for spec in description.tensors]
+        peer.arriving = lane, low, description, memory
+        if nbytes == 0 or self.transport.receive(
+            peer.rank, [(t.data_ptr(), t.nbytes) for t in memory]
+        ):
+            self._complete(peer)
+        return None
+
+    def _complete(self, peer: Peer) -> None:
+        lane, low, description, memory = peer.arriving
+        peer.arriving = None
+        tensors = [
+            spec.finish(part) for spec, part in zip(description.tensors, memory, strict=True)
+        ]
+        value = description.value(tensors)
+        if lane.kind == STAGE:
+            self.deliver(lane.bits | low, value, lane, description.nbytes)
+        else:
+            self.deliver((peer.rank, value[0]), value[1], lane, description.nbytes)
+
+    def _named_from(self, peer: Peer, number: int, head: bytes) -> Lane:
+        lane = Lane(NAMED, number, peer.rank, "", f"rank {peer.rank}", f"rank {self.group.rank}")
+        self._named_in[peer.rank, number] = lane
+        return lane
+
+    def _credited(self, lane: Lane, credits: int) -> None:
+        lane.in_flight -= credits
+        peer = self._peers[lane.peer]
+        if peer.queue:
+            self._advance(peer)
+
+    # Waiting.
+
+    def progress(self, operation: str) -> None:
+        """Move what can move now."""
+        while self.transport is not None and self._step(operation, 0.0, -1, None):
+            pass
+
+    def wait(
+        self,
+        operation: str,
+        lane: Lane | None,
+        done: Callable[[], bool],
+        what: Callable[[], str],
+        rank: int | None = None,
+    ) -> None:
+        """Move messages until `done()`.
+
+        Args:
+            lane: whose time it is; its peer is waited for, or `rank`.
+            what: says what is missing, for an error.
+        """
+        peer = rank if lane is None or rank is not None else lane.peer
+        assert peer is not None
+        start = perf_counter()
+        left = self.timeout
+        if self.transport is None or peer == self.group.rank:
+            self._give_up(
+                GroupMismatchError, f"{what()}, which has not sent it and runs on this rank"
+            )
+        try:
+            while not done():
+                if not self._step(operation, left, peer, what):
+                    late = f"not within {self.timeout:g} s"
+                    self._give_up(CollectiveTimeoutError, f"{operation}: {what()}; {late}")
+                left = max(0.0, start + self.timeout - perf_counter())
+        finally:
+            seconds = perf_counter() - start
+            self.seconds += seconds
+            if lane is not None:
+                lane.seconds += seconds
+
+    def _step(
+        self, operation: str, seconds: float, awaited: int, what: Callable[[], str] | None
+    ) -> bool:
+        """Move messages up to the next event; False if there was none in `seconds`."""
+        assert self.transport is not None
+        try:
+            event = self.transport.step(operation, seconds, awaited)
+            if event is None:
+                return False
+            kind, rank, tag, head, nbytes = event
+            peer = self._peers[rank]
+            if kind == ANNOUNCED:
+                self._arrived(peer, tag, head, nbytes)
+            elif kind == RECEIVED:
+                self._complete(peer)
+            else:
+                peer.busy, outgoing, peer.leaving = False, peer.leaving, None
+                peer.moved += 1
+                if outgoing is not None:
+                    self._check_unchanged(outgoing)
+                self._advance(peer)
+            return True
+        except _FAULTS as fault:
+            self._lost(f"{operation}: {what()}" if what is not None else operation, fault)
+        except BaseException as error:
+            if not self.broken:
+                self.broken = f"{type(error).__name__}: {error}"
+                self.fail(self.broken)
+            raise
+
+    def _lost(self, text: str, fault: Exception) -> NoReturn:
+        """What the engine says becomes an error; the others are told what this rank was told."""
+        detail = _RELAYED.sub("", fault.detail)  # type: ignore[attr-defined]
+        self._give_up(PeerLostError, f"{text}; {detail}", detail)
+
+    def _give_up(self, kind: type[TpKernelsError], text: str, reason: str = "") -> NoReturn:
+        """Raise an error, after telling the others."""
+        self.broken = text
+        self.fail(reason or text)
+        raise kind(text) from None
+
+    def missing(self, lane: Lane, micro_batch: int) -> str:
+        """Who waits for what, and what came instead."""
+        text = (
+            f"{lane.receiver} waits for {lane.name} of micro-batch {micro_batch} from {lane.sender}"
+        )
+        if lane.last is None:
+            return f"{text}, from which nothing has arrived"
+        kept = sorted(
+            key & 0xFFFFFFFF
+            for key in self.mailbox
+            if type(key) is int and key ^ (key & 0xFFFFFFFF) == lane.bits
+        )
+        not_taken = f" (not yet received: micro-batches {kept})" if kept else ""
+        return f"{text}; last arrived: micro-batch {lane.last}{not_taken}"
+
+    def left_over(self) -> list[str]:
+        """Messages that arrived and were never taken."""
+        found = []
+        for key, box in self.mailbox.items():
+            for lane, _, _ in box:
+                if type(key) is int and lane is not None:
+                    found.append(lane.message(key & 0xFFFFFFFF))
+                else:
+                    found.append(f"'{key[1]}' from rank {key[0]}")
+        return found
+
+    def close(self) -> None:
+        """Everything leaves; through a process group, everybody has to come here."""
+        self.flush()
+        self.progress("close")
+        if self.transport is not None:
+            try:
+                self.transport.close(self.timeout)
+            except _FAULTS as fault:
+                self._lost(f"close: rank {self.group.rank} waits for the end", fault)
+
+    def fail(self, reason: str) -> None:
+        self.group.fail(reason)
+        if self.transport is not None:
+            self.transport.fail(reason)
+
+
+def _in_host_memory(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()

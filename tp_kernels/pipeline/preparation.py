@@ -1,0 +1,218 @@
+"""Before anything runs: what a runner is given is checked, and the ranks agree about every call."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from inspect import signature
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import torch
+from torch import nn
+
+from tp_kernels.comm.errors import GroupMismatchError, ShapeError, UnsupportedError
+from tp_kernels.comm.group import ParallelGroup
+from tp_kernels.comm.objects import all_gather_object
+
+from .communicator import PipelineCommunicator
+from .generators import SCHEDULES
+from .micro_batches import cut
+from .schedule import Schedule
+from .stage import PipelineError
+
+
+class Work(NamedTuple):
+    """One call, as this rank sees it: what its stages get, by micro-batch."""
+
+    schedule: Schedule
+    args: list[Any]  # of the first stage, on its rank
+    kwargs: list[dict[str, Any]]
+    targets: list[Any]  # of the last stage, on its rank; None: there is no target
+
+    @property
+    def micro_batches(self) -> int:
+        return self.schedule.micro_batches
+
+
+class Schedules:
+    """The schedule of every number of micro-batches, checked when it is made."""
+
+    def __init__(
+        self,
+        source: Schedule | str | Callable[[int], Schedule],
+        channel: PipelineCommunicator,
+        updates: bool,
+    ) -> None:
+        """updates: there is an optimizer for schedules that update after every micro-batch."""
+        self._channel, self._updates = channel, updates
+        self._made: dict[int, tuple[Schedule, int]] = {}
+        self._fixed = source if isinstance(source, Schedule) else None
+        if isinstance(source, str):
+            source = _by_name(source, channel)
+        if isinstance(source, Schedule):
+            self._add(source)
+        else:
+            self._make = source
+
+    def get(self, micro_batches: int | None) -> tuple[Schedule, int]:
+        """The schedule, and a number that differs where schedules differ."""
+        if self._fixed is not None and micro_batches in (None, self._fixed.micro_batches):
+            micro_batches = self._fixed.micro_batches
+        if micro_batches is None:
+            raise UnsupportedError(
+                "into how many micro-batches? pass micro_batches= to the runner or to the call"
+            )
+        if micro_batches not in self._made:
+            if self._fixed is not None:
+                raise UnsupportedError(
+                    f"{micro_batches} micro-batches, but the schedule {self._fixed.name} is of "
+                    f"{self._fixed.micro_batches}; give the runner a name or a function that makes one"
+                )
+            if micro_batches < 1:
+                raise ShapeError(f"{micro_batches} micro-batches: there is at least one")
+            self._add(self._make(micro_batches))
+        return self._made[micro_batches]
+
+    def _add(self, schedule: Schedule) -> None:
+        channel = self._channel
+        if schedule.stage_to_rank != channel.stage_to_rank or schedule.ranks != channel.group.size:
+            raise UnsupportedError(
+                f"the schedule {schedule.name} is for {schedule.ranks} ranks, stages on "
+                f"{schedule.stage_to_rank}; the channel connects {channel.group.size}, stages on "
+                f"{channel.stage_to_rank}: make it with PipelineCommunicator(group, "
+                "stage_to_rank=schedule.stage_to_rank)"
+            )
+        if schedule.flush == self._updates:
+            raise UnsupportedError(
+                f"optimizer= has no effect with {schedule.name}, which ends with all gradients in place: "
+                "call optimizer.step() after step()"
+                if schedule.flush
+                else f"{schedule.name} updates parameters after every micro-batch: pass optimizer="
+            )
+        schedule.validate()
+        table = f"{schedule.micro_batches} {schedule.stage_to_rank} {schedule.to_csv()}"
+        self._made[schedule.micro_batches] = schedule, crc32(table.encode())
+
+
+def _by_name(name: str, channel: PipelineCommunicator) -> Callable[[int], Schedule]:
+    make = SCHEDULES.get(name)
+    if make is None:
+        raise UnsupportedError(f"there is no schedule {name!r}; there are {', '.join(SCHEDULES)}")
+    ranks = channel.group.size
+    chunks = {"chunks": channel.stages // ranks} if "chunks" in signature(make).parameters else {}
+    return lambda micro_batches: make(ranks, micro_batches, **chunks)
+
+
+def check_modules(
+    modules: Sequence[nn.Module],
+    channel: PipelineCommunicator,
+    optimizer: torch.optim.Optimizer | None,
+) -> None:
+    """Refuse stages that the runner cannot run, with the way out."""
+    if len(modules) != len(channel.my_stages):
+        raise UnsupportedError(
+            f"{len(modules)} modules for stages {channel.my_stages} of rank {channel.rank}: pass one each"
+        )
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for index, module in zip(channel.my_stages, modules, strict=True):
+        for layer in module.modules():
+            wrapped = isinstance(layer, nn.parallel.DistributedDataParallel) or (
+                fsdp is not None
+                and isinstance(layer, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel))
+            )
+            if wrapped:
+                raise UnsupportedError(
+                    f"stage {index} has a {type(layer).__name__}, which exchanges gradients in every "
+                    "backward, that is, for every micro-batch: pass the plain module, and data_parallel=group"
+                )
+        if optimizer is None:
+            continue
+        known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        lacks = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in known]
+        if lacks:
+            raise UnsupportedError(f"stage {index}: optimizer= does not update {', '.join(lacks)}")
+
+
+def prepare(
+    mode: str,
+    channel: PipelineCommunicator,
+    schedule: Schedule,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    target: Any,
+    needs_target: bool,
+) -> Work:
+    """The inputs of this rank's stages, cut."""
+    if mode == "step" and not schedule.trains:
+        raise UnsupportedError(
+            f"step: {schedule.name} has no backward; use eval or forward, or a schedule that trains"
+        )
+    count = schedule.micro_batches
+    first, last = 0 in channel.my_stages, channel.stages - 1 in channel.my_stages
+    if first and not args and not kwargs:
+        raise UnsupportedError(
+            f"{mode}: rank {channel.rank} has stage 0 and got no batch; pass it on this rank at least"
+        )
+    if last and needs_target and target is None:
+        raise UnsupportedError(
+            f"{mode}: rank {channel.rank} has the last stage and got no target=, which loss_fn(output, "
+            "target) needs; without one, pass MicroBatches([None] * micro_batches)"
+        )
+    return Work(
+        schedule,
+        cut(args, count) if first else [],
+        cut(kwargs, count, "keyword arguments"),
+        cut(target, count, "target") if last else [],
+    )
+
+
+def agree(
+    channel: PipelineCommunicator,
+    data: ParallelGroup | None,
+    mode: str,
+    fingerprint: int,
+    micro_batches: int,
+    problem: Exception | None,
+    tokens: int,
+) -> int:
+    """Number of tokens over all replicas, once all ranks are known to do the same.
+
+    A rank that cannot, or that does something else, is found out here, before anything is sent, so that all
+    ranks raise and can go on.
+    """
+    told = problem and f"{type(problem).__name__}: {problem}"
+    rank = channel.rank
+    found = all_gather_object((mode, micro_batches, fingerprint, told, tokens), channel.group)
+    calls = [tuple(call[:3]) for call in found]
+    error: Exception | None = problem
+    if error is None:
+        error = _refusal(found, rank)
+    if error is None and len(set(calls)) > 1:
+        other = next(r for r, call in enumerate(calls) if call != calls[rank])
+        error = GroupMismatchError(
+            f"rank {rank} calls {_shown(calls[rank])}, rank {other} {_shown(calls[other])}; all ranks of "
+            "a pipeline make the same calls with the same schedule"
+        )
+    total = sum(call[4] for call in found)
+    if data is not None:
+        replicas = all_gather_object((error and f"{type(error).__name__}: {error}", total), data)
+        for replica, (text, _) in enumerate(replicas):
+            if error is None and text:
+                error = PipelineError(f"replica {replica} cannot go on: {text}")
+        total = sum(count for _, count in replicas)
+    if error is not None:
+        raise error
+    return total
+
+
+def _refusal(found: Sequence[Any], rank: int) -> Exception | None:
+    for other, call in enumerate(found):
+        if call[3]:
+            return PipelineError(f"rank {rank} cannot go on, since rank {other} cannot: {call[3]}")
+    return None
+
+
+def _shown(call: tuple[Any, ...]) -> str:
+    mode, micro_batches, fingerprint = call
+    return f"{mode} with {micro_batches} micro-batches of a schedule of digest {fingerprint:08x}"
