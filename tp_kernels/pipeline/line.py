@@ -214,7 +214,9 @@ class _Simulation:
     def _choose(self, rank: int, time: float) -> tuple[int | None, float]:
         """(what `rank` does now, or None; when the next input that is under way arrives)."""
         line, rule = self.line, self.rule
-        forwards, backwards, weights = [], [], []
+        forwards: list[int] = []
+        backwards: list[int] = []
+        weights: list[int] = []
         later = math.inf
         for stage in line.own[rank]:
             for code, ready in ((3 * stage, forwards), (3 * stage + 1, backwards)):

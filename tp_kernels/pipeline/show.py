@@ -24,9 +24,11 @@ _COLOURS = {
 def table(timeline: Timeline) -> str:
     """A line per rank, and the sums; seconds in the unit that suits them."""
     unit, scale = _unit(timeline.makespan)
-    measured = any(timeline.peak_memory(rank) for rank in timeline.ranks)
+    sized = any(
+        timeline.peak_memory(r) not in (0, timeline.peak_activations(r)) for r in timeline.ranks
+    )
     headings = ["rank", f"work {unit}", f"wait {unit}", f"transfer {unit}", "idle", "activations"]
-    headings += ["memory"] if measured else []
+    headings += ["memory"] if sized else []
     rows = []
     for rank in timeline.ranks:
         row = [
@@ -37,7 +39,7 @@ def table(timeline: Timeline) -> str:
             f"{timeline.idle(rank) / timeline.makespan:.1%}" if timeline.makespan else "-",
             str(timeline.peak_activations(rank)),
         ]
-        rows.append([*row, _amount(timeline, rank)] if measured else row)
+        rows.append([*row, _amount(timeline, rank)] if sized else row)
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
     lines = [
         "  ".join(f"{text:>{width}}" for text, width in zip(row, widths, strict=True))
