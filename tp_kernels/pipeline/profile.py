@@ -23,6 +23,7 @@ from tp_kernels.comm.errors import ShapeError, UnsupportedError
 
 from .plan import LayerCost
 
+MODES = ("train", "forward", "prefill", "decode")
 Progress = Callable[[int, int], None]
 
 
@@ -87,12 +88,13 @@ def profile_units(
             which is measured in turns; or an iterator, whose units are measured and let go one by one, so
             that the model need not fit into this process.
         input_ids: [batch, sequence] of one micro-batch.
-        mode: "train" forward and backward; "prefill" the forward of a prompt, "decode" of one more token
-            after it. The last two in inference mode, with `activation_bytes` of the KV cache at that time.
+        mode: "train" forward and backward; the others in inference mode: "forward" of all logits; "prefill"
+            of a prompt and the logits of its last token, "decode" of one token after it, both with
+            `activation_bytes` of the KV cache at that time.
         count: of the units, if they are an iterator; for `progress`.
     """
-    if mode not in ("train", "prefill", "decode"):
-        raise UnsupportedError(f"mode={mode!r}: use 'train', 'prefill' or 'decode'")
+    if mode not in MODES:
+        raise UnsupportedError(f"mode={mode!r}: use one of {', '.join(MODES)}")
     if repeats < 1 or warmup < 0 or input_ids.dim() != 2:
         raise ShapeError(
             f"input_ids {tuple(input_ids.shape)}, repeats={repeats}, warmup={warmup}: use [batch, sequence] "
@@ -246,7 +248,7 @@ class _Chain:
         parameters = list(unit.parameters())
         calls: list[tuple[Any, dict[str, Any]]] = []
         with torch.no_grad():
-            if self.mode == "train":
+            if self.mode in ("train", "forward"):
                 self.value, arguments = self._pass(unit, layer, self.value, None, calls)
             else:
                 cache = unit.new_cache()
@@ -258,7 +260,7 @@ class _Chain:
         args, kwargs = calls[-1] if layer else ((), arguments)
         probe = _Probe(name, layer or unit, args, kwargs, parameters)
         probe.output_bytes = _bytes_of(passed["inputs"] if isinstance(passed, dict) else passed)
-        if self.mode != "train":
+        if self.mode in ("prefill", "decode"):
             probe.activation_bytes = sum(
                 _bytes_of([one.keys, one.values]) for one in cache.layers if one.keys is not None
             )
@@ -269,7 +271,7 @@ class _Chain:
     def _pass(
         self, unit: Any, layer: nn.Module | None, value: Any, cache: Any, calls: list[Any]
     ) -> tuple[Any, dict[str, Any]]:
-        arguments = value | {"cache": cache, "last_token": self.mode != "train"}
+        arguments = value | {"cache": cache, "last_token": cache is not None}
         if layer is None:
             return unit(**arguments), arguments
         hook = layer.register_forward_pre_hook(
