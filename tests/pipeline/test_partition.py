@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 
 from tp_kernels.comm import ShapeError, UnsupportedError
+from tp_kernels.pipeline.generators import SCHEDULES
 from tp_kernels.pipeline.partition import partition
-from tp_kernels.pipeline.plan import LayerCost, Plan
+from tp_kernels.pipeline.plan import LayerCost, Plan, in_flight
 
 COUNTS = st.integers(0, 9)
 
@@ -191,6 +192,34 @@ def test_work_grows_with_stages_times_layers_squared(monkeypatch):
     assert sum(made) <= 3 * 8 * 1001**2
 
 
+def test_predicted_step():
+    """Times, transfers and the memory of activations reach the simulation."""
+    costs = [LayerCost(f"l{i}", 1.0, 2.0, 0, 7, 10) for i in range(4)]
+    plan = partition(costs, 2, micro_batches=3, bandwidth=20.0)
+    # F0, transfer, F0 and B0 there, transfer, B0, F2, transfer, F2 and B2 there, transfer, B2
+    assert plan.timeline.makespan == pytest.approx(2 + 0.5 + 6 + 0.5 + 4 + 2 + 0.5 + 6 + 0.5 + 4)
+    assert plan.timeline.peak_memory(0) == 28 and plan.timeline.peak_memory(1) == 14
+    alone = partition(costs, 2, micro_batches=1, bandwidth=20.0, overlap=False)
+    assert alone.timeline.makespan == pytest.approx(12 + 0.5 + 0.5)
+    inference = partition(costs, 2, micro_batches=3, schedule="forward_only")
+    assert inference.timeline.makespan == pytest.approx(2 + 3 * 2)
+
+
+def test_kept_activations():
+    """Counted in the schedule's order, for every schedule."""
+    assert in_flight("gpipe", 3, 5) == (5, 5, 5)
+    assert in_flight("one_f_one_b", 3, 5) == (3, 2, 1)
+    assert in_flight("forward_only", 2, 7) == (7, 7)
+    assert in_flight("zero_bubble_h2", 3, 8)[0] == 5
+    assert max(in_flight("zero_bubble_v", 6, 8)) <= 6
+    for name in SCHEDULES:
+        assert len(in_flight(name, 4, 6)) == 4
+    with pytest.raises(UnsupportedError, match="3 stages do not divide"):
+        in_flight("dual_pipe_v", 3, 4)
+    with pytest.raises(UnsupportedError, match="schedule='magic'"):
+        partition([LayerCost("l")], 1, schedule="magic")
+
+
 def test_refusals():
     costs = [LayerCost(f"l{i}", 1.0, 2.0, 1 << 20, 1 << 20, 1 << 10) for i in range(6)]
     with pytest.raises(ShapeError, match="6 layers for 7 stages"):
@@ -236,5 +265,8 @@ def test_table():
             [LayerCost(f"layer{i}", 1e-3, 2e-3, 1 << 20) for i in range(3)], 2, memory=1 << 30
         )
     )
-    assert text.split()[:4] == ["stage", "device", "layers", "params"]
+    assert text.splitlines()[1].split()[:4] == ["stage", "device", "layers", "params"]
+    # 4 micro-batches of 6 ms in the first stage, which waits 1 ms for its first backward
+    assert "one_f_one_b, 4 micro-batches: a step takes 25 ms" in text, text
+    assert "bubble 28.0% of the time (38.9% of the work)" in text, text
     assert "layer0..layer1" in text and "1 GiB" in text and "50%" in text, text

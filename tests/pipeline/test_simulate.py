@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given, settings
@@ -58,7 +58,7 @@ def test_bubble_of_interleaved() -> None:
 
 @pytest.mark.parametrize("times", [(1, 1, 1), (2, 2, 1), (1, 1.2, 0.9), (2, 3, 1.5)])
 def test_bubble_of_zero_bubble(times: tuple[float, float, float]) -> None:
-    """H1: (p - 1)(F + I - W); H2: (p - 1)(F + I - 2W), between first and last action (2401.10241, table 1)."""
+    """H1: (p - 1)(F + I - W); H2: (p - 1)(F + I - 2W), start to end of a rank (2401.10241)."""
     f, i, w = times
     for p in RANKS:
         for m in (2 * p - 1, 2 * p, 3 * p + 1):
@@ -153,7 +153,7 @@ def longest_paths(schedule: Schedule, costs: Costs) -> dict[Action, float]:
     ends = {action: costs.of(action.kind, action.stage) for order in orders for action in order}
     edges: list[tuple[Action, Action, float]] = []
     for rank, order in enumerate(orders):
-        edges += [(a, b, 0.0) for a, b in zip(order, order[1:], strict=False)]
+        edges += [(a, b, 0.0) for a, b in pairwise(order)]
         for action in order:
             step = {Kind.F: -1, Kind.B: 1, Kind.I: 1}.get(action.kind, 0)
             for kind in Kind:
@@ -163,7 +163,11 @@ def longest_paths(schedule: Schedule, costs: Costs) -> dict[Action, float]:
                 if step and source in ends and (forward or backward):
                     away = schedule.stage_to_rank[source.stage] != rank
                     edges.append(
-                        (source, action, costs.transfer(source.stage, action.stage) if away else 0.0)
+                        (
+                            source,
+                            action,
+                            costs.transfer(source.stage, action.stage) if away else 0.0,
+                        )
                     )
     changed = True
     while changed:

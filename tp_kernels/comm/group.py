@@ -27,6 +27,7 @@ from .faults import (
     error_from_kernel,
     error_from_process_group,
     is_transport_failure,
+    origin,
 )
 from .host_slot import HostSlot
 from .process_group import ProcessGroupTransport
@@ -342,7 +343,11 @@ class ParallelGroup:
             channel.seconds = 0.0
 
     def fail(self, reason: str) -> None:
-        """Tell the other ranks that this one cannot go on, so that they need not wait for it."""
+        """Tell the other ranks that this one cannot go on, so that they need not wait for it.
+
+        Where that is because another rank failed, what that rank said: there is room for 180 characters.
+        """
+        reason = origin(reason)
         for memory in (self.memory, *self._memories):
             if memory is not None:
                 memory.fail(reason[:180])

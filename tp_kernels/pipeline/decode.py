@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_kernels.comm.errors import ShapeError, TpKernelsError, UnsupportedError
+from tp_kernels.comm.errors import ShapeError, UnsupportedError
 
 from .causal_lm import CausalLMStage
 from .communicator import PipelineCommunicator
@@ -86,8 +86,8 @@ class PipelinedDecoder:
             raise UnsupportedError("tokens return to stage 0: make the channel with ring=True")
         if self.in_flight > channel.credits * stage.stages:
             raise UnsupportedError(
-                f"in_flight={self.in_flight}: the channel holds {channel.credits} messages per stage, at most "
-                f"{channel.credits * stage.stages} together; make it with credits="
+                f"in_flight={self.in_flight}: the channel holds {channel.credits} messages per stage, "
+                f"{channel.credits * stage.stages} in all; make it with credits="
                 f"{-(-self.in_flight // stage.stages)}"
             )
 
@@ -180,13 +180,16 @@ class PipelinedDecoder:
         while True:
             with self._told(step, ()):
                 message = self._receive(step)
-                if message.get("end"):
+                ends = "end" in message
+                if ends:
                     self._send(step, message)
-                    if message["refusal"]:
-                        raise ShapeError(message["refusal"])
-                    return _unpacked(message)
-            self._step(step, message)
-            step += 1
+            if not ends:
+                self._step(step, message)
+                step += 1
+            elif message["refusal"]:
+                raise ShapeError(message["refusal"])
+            else:
+                return _unpacked(message)
 
     def _step(self, step: int, message: dict[str, Any]) -> Tensor | None:
         """Run this stage on a group and send the result on; the tokens if this is the only stage."""
@@ -217,7 +220,7 @@ class PipelinedDecoder:
         if (picking := message.get("picking")) is not None:
             for number in message["numbers"]:
                 if picking["temperature"] > 0:
-                    seed = hash((picking["seed"], number)) & (1 << 63) - 1
+                    seed = 1_000_003 * picking["seed"] + number
                     self._generators[number] = torch.Generator().manual_seed(seed)
             self._temperature = picking["temperature"]
         if self._temperature <= 0:
@@ -247,11 +250,9 @@ class PipelinedDecoder:
         try:
             yield
         except BaseException as error:
-            if isinstance(error, ShapeError) and not numbers:
-                raise  # a refusal, which all ranks have
             about = f"of requests {', '.join(map(str, numbers))}" if numbers else "of a message"
             self._broken = f"stage {self.stage.stage}, step {step} {about}: {error}"
-            if not isinstance(error, TpKernelsError) and self.channel is not None:
+            if self.channel is not None:
                 self.channel.fail(f"{type(error).__name__} in {self._broken}")
             error.add_note(
                 f"in stage {self.stage.stage} of {self.stage.stages}, step {step} {about}"
@@ -384,7 +385,7 @@ def _packed(answers: list[list[int]]) -> dict[str, Tensor]:
     flat = [token for answer in answers for token in answer]
     return {
         "tokens": torch.tensor(flat, dtype=torch.long),
-        "lengths": torch.tensor([*map(len, answers)]),
+        "lengths": torch.tensor([*map(len, answers)], dtype=torch.long),
     }
 
 

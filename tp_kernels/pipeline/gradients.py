@@ -8,7 +8,7 @@ from math import inf
 import torch
 from torch import Tensor, nn
 
-from tp_kernels.comm.collectives import all_reduce
+from tp_kernels.comm.collectives import all_reduce, barrier
 from tp_kernels.comm.errors import UnsupportedError
 from tp_kernels.comm.group import ParallelGroup
 from tp_kernels.comm.objects import all_gather_object
@@ -60,6 +60,8 @@ def sum_over_replicas(parameters: Sequence[nn.Parameter], group: ParallelGroup) 
 
     A parameter without gradient counts as zero on its rank; one without gradient on all ranks gets none.
     """
+    # Failed replicas say so in host memory, where a process group would wait for its deadline.
+    barrier(group)
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
     for p in parameters:
         main = main_grad_of(p)

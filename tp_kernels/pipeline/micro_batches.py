@@ -60,12 +60,6 @@ def cut(value: Any, count: int, what: str = "batch") -> list[Any]:
         ShapeError: tensors of different numbers of rows, fewer rows than micro-batches, or `MicroBatches`
             of another number.
     """
-    if isinstance(value, MicroBatches):
-        if len(value.values) != count:
-            raise ShapeError(
-                f"{what}: MicroBatches of {len(value.values)} values for {count} micro-batches"
-            )
-        return value.values
     sizes = {leaf.shape[0] for leaf in tensors_of(value) if leaf.dim()}
     if len(sizes) > 1:
         raise ShapeError(
@@ -77,10 +71,16 @@ def cut(value: Any, count: int, what: str = "batch") -> list[Any]:
             f"{what}: {min(sizes)} rows for {count} micro-batches; every micro-batch needs a row: use at "
             f"most {min(sizes)} micro-batches, a larger batch, or MicroBatches([...]) that you cut"
         )
-    return [mapped(partial(_part, index, count), value) for index in range(count)]
+    return [mapped(partial(_part, what, index, count), value) for index in range(count)]
 
 
-def _part(index: int, count: int, leaf: Any) -> Any:
+def _part(what: str, index: int, count: int, leaf: Any) -> Any:
+    if isinstance(leaf, MicroBatches):
+        if len(leaf.values) != count:
+            raise ShapeError(
+                f"{what}: MicroBatches of {len(leaf.values)} values for {count} micro-batches"
+            )
+        return leaf.values[index]
     if isinstance(leaf, Whole):
         return leaf.value
     if not isinstance(leaf, Tensor) or leaf.dim() == 0:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from tp_kernels.comm.errors import ShapeError, UnsupportedError
 
-from .plan import LayerCost, Plan, StagePlan, as_bytes, in_flight
+from .plan import LayerCost, Plan, StagePlan, as_bytes, in_flight, schedule_of
 
 Method = Literal["profile", "parameters", "uniform"]
 Floats = npt.NDArray[np.float64]
@@ -62,6 +62,8 @@ def partition(
         overlap: whether transfers run beside computation. Then a link is one more thing that may be the
             slowest; otherwise its sender waits, and its time is part of the stage's.
         schedule: a name in `SCHEDULES`. "forward_only" counts forwards; the others forwards and backwards.
+            Where a rank has several stages, the lists above still have one value per stage: a device's
+            memory is divided by who calls.
         micro_batches: per step; default: twice the stages.
         checkpoint: a stage keeps only its input per micro-batch, and repeats its forward in the backward.
         reorder: also find the best order of the devices that `speeds` and `memory` describe (at most 8).
@@ -132,6 +134,7 @@ class _Request:
             raise ShapeError(
                 f"speeds={list(self.speeds)}, bandwidth={list(self.bandwidth)}: all must be positive"
             )
+        schedule_of(self.schedule, self.stages, self.micro_batches)
         for cost in self.costs:
             numbers = (cost.forward, cost.backward, cost.parameter_bytes, cost.activation_bytes)
             if min(*numbers, cost.output_bytes) < 0:
@@ -287,6 +290,7 @@ class _Request:
                     device=device,
                     speed=speed,
                     parameter_bytes=sum(cost.parameter_bytes for cost in layers),
+                    activation_bytes=sum(cost.activation_bytes for cost in layers),
                     forward=sum(cost.forward for cost in layers) / speed,
                     backward=(sum(cost.backward for cost in layers) + repeated) / speed
                     if self.trains

@@ -5,8 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
 
 from tp_kernels.comm.errors import UnsupportedError
+
+from .generators import SCHEDULES
+from .schedule import Kind, Schedule
+from .simulate import Costs
+from .timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,7 @@ class StagePlan:
     device: int
     speed: float
     parameter_bytes: int
+    activation_bytes: int  # of one micro-batch
     forward: float
     backward: float
     sending: float  # one micro-batch to the next stage
@@ -76,6 +83,37 @@ class Plan:
         """The device of each stage, as counted in `speeds` and `memory`."""
         return tuple(stage.device for stage in self.stages)
 
+    @property
+    def costs(self) -> Costs:
+        """For `simulate`: whole backwards as measured, their two parts as halves of them."""
+        forward = [stage.forward for stage in self.stages]
+        backward = [stage.backward for stage in self.stages]
+        links = [stage.sending for stage in self.stages[:-1]]
+        if not self.overlap:  # whoever sends computes nothing meanwhile
+            forward = [own + link for own, link in zip(forward, [*links, 0.0], strict=True)]
+            if self.trains:
+                backward = [own + link for own, link in zip(backward, [0.0, *links], strict=True)]
+        half = [seconds / 2 for seconds in backward]
+        return Costs(
+            forward=forward,
+            backward=backward,
+            backward_input=half,
+            backward_weight=half,
+            communication=links if self.overlap else 0.0,
+            activation=[stage.activation_bytes for stage in self.stages],
+            unit="bytes",
+        )
+
+    @property
+    def trains(self) -> bool:
+        """Whether its schedule has backwards."""
+        return self.schedule != "forward_only"
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The predicted step: its makespan, bubble, picture."""
+        return schedule_of(self.schedule, len(self.stages), self.micro_batches).simulate(self.costs)
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
 
@@ -93,7 +131,7 @@ class Plan:
             raise UnsupportedError(f"not a plan as Plan.to_json() writes it: {error}") from error
 
     def __str__(self) -> str:
-        slowest = max(self.times)
+        slowest, step = max(self.times), self.timeline
         rows: list[Sequence[str]] = [
             ("stage", "device", "layers", "", "params", "forward", "backward", "memory", "waits")
         ]
@@ -109,23 +147,57 @@ class Plan:
                     str(stage.last - stage.first),
                     stage.names[0] if len(set(stage.names)) == 1 else "..".join(stage.names),
                     as_bytes(stage.parameter_bytes),
-                    f"{1e3 * stage.forward:.3g} ms",
-                    f"{1e3 * stage.backward:.3g} ms",
+                    seconds(stage.forward),
+                    seconds(stage.backward),
                     memory,
                     f"{idle:.0%}",
                 )
             )
-        return _columns(rows)
+        title = (
+            (
+                f"{len(self.stages)} stages by {self.method}, {self.schedule}, "
+                f"{self.micro_batches} micro-batches: "
+                f"a step takes {seconds(step.makespan)}, bubble {step.bubble_over_total:.1%} of the time "
+                f"({step.bubble_over_ideal:.1%} of the work)"
+            )
+            if slowest
+            else f"{len(self.stages)} stages by {self.method}; nothing is known of their times"
+        )
+        return f"{title}\n{_columns(rows)}"
 
 
-def in_flight(schedule: str, stages: int, micro_batches: int) -> tuple[int, ...]:
-    """Micro-batches whose activations a stage keeps at once, by stage."""
-    if schedule in (
-        "gpipe",
-        "forward_only",
-    ):  # in inference every request keeps its cache everywhere
+def schedule_of(name: str, stages: int, micro_batches: int) -> Schedule:
+    """The schedule called `name` with so many stages, as many per rank as it has by default.
+
+    Raises UnsupportedError if there is none: an unknown name, or stages that its ranks cannot share.
+    """
+    make = SCHEDULES.get(name)
+    if make is None:
+        raise UnsupportedError(f"schedule={name!r}: use one of {', '.join(SCHEDULES)}")
+    per_rank = make(1, 1).stages
+    if stages % per_rank:
+        raise UnsupportedError(
+            f"{name} puts {per_rank} stages on each rank: {stages} stages do not divide among ranks"
+        )
+    return make(stages // per_rank, micro_batches)
+
+
+@lru_cache(maxsize=256)
+def in_flight(name: str, stages: int, micro_batches: int) -> tuple[int, ...]:
+    """Micro-batches whose activations a stage keeps at once, by stage.
+
+    With "forward_only" all of them: in inference every request keeps its cache in every stage.
+    """
+    schedule = schedule_of(name, stages, micro_batches)
+    if not schedule.trains:
         return (micro_batches,) * stages
-    return tuple(min(stages - stage, micro_batches) for stage in range(stages))
+    held, most = [0] * stages, [0] * stages
+    for rank in range(schedule.ranks):
+        for action in schedule.order(rank):
+            stage = action.stage
+            held[stage] += {Kind.F: 1, Kind.B: -1, Kind.W: -1}.get(action.kind, 0)
+            most[stage] = max(most[stage], held[stage])
+    return tuple(most)
 
 
 def as_bytes(count: float) -> str:
@@ -134,6 +206,14 @@ def as_bytes(count: float) -> str:
         if abs(count) < 1000 or unit == "GiB":
             return f"{count:.3g} {unit}"
         count /= 1024
+    raise AssertionError
+
+
+def seconds(value: float) -> str:
+    """Seconds for people."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if value * factor >= 1 or unit == "us":
+            return f"{value * factor:.3g} {unit}"
     raise AssertionError
 
 

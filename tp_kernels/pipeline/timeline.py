@@ -129,7 +129,7 @@ class Timeline:
         return self.period / busy - 1
 
     def peak_activations(self, rank: int, stage: int | None = None) -> int:
-        """The most activations, of a micro-batch in a stage each, that `rank` or one stage of it keeps at once.
+        """The most activations, one per micro-batch and stage, that `rank` or a stage of it keeps at once.
 
         An activation is kept from the start of its forward to the end of its backward (of W where it is
         split). Forwards of a timeline without backwards keep nothing.
