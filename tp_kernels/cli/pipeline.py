@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from .pipeline_simulate import simulate
+from .pipeline_train import train
 
 pipeline_app = typer.Typer(
     help="Cut a model into stages, choose a schedule, see where time goes.",
@@ -13,3 +14,4 @@ pipeline_app = typer.Typer(
 )
 
 pipeline_app.command()(simulate)
+pipeline_app.command()(train)
