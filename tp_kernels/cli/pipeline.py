@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from .pipeline_plan import plan
+from .pipeline_run import run
 from .pipeline_simulate import simulate
 from .pipeline_train import train
 
@@ -13,5 +15,7 @@ pipeline_app = typer.Typer(
     rich_markup_mode="rich",
 )
 
+pipeline_app.command()(plan)
 pipeline_app.command()(simulate)
+pipeline_app.command()(run)
 pipeline_app.command()(train)
