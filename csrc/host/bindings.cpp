@@ -125,7 +125,8 @@ void bind_domain(py::module_& module) {
           },
           py::arg("segment"), py::arg("world"), py::arg("slots"), py::arg("capacity"),
           py::arg("buffers"), py::arg("epoch") = 0, py::arg("tuning") = py::none(),
-          py::arg("ring_cells") = 0, py::arg("ring_cell_bytes") = 0, py::arg("ring_reach") = 0, py::arg("ring_far_cells") = 0,
+          py::arg("ring_cells") = 0, py::arg("ring_cell_bytes") = 0, py::arg("ring_reach") = 0,
+          py::arg("ring_far_cells") = 0,
           "Lay out a new segment; one rank does it before any rank makes its Domain. tuning: "
           "(two_shot, two_shot_resident, piece, streaming) in bytes.")
       .def("join", &Domain::join, Released())
@@ -206,13 +207,15 @@ PYBIND11_MODULE(_host, module) {
   module.def(
       "layout_bytes",
       [](std::uint32_t world, std::uint32_t slots, std::uint64_t capacity, std::uint32_t buffers,
-         std::uint32_t ring_cells, std::uint64_t ring_cell_bytes, std::uint32_t ring_reach, std::uint32_t ring_far_cells) {
+         std::uint32_t ring_cells, std::uint64_t ring_cell_bytes, std::uint32_t ring_reach,
+         std::uint32_t ring_far_cells) {
         const Shape shape{world,      slots,           capacity,   buffers,
                           ring_cells, ring_cell_bytes, ring_reach, ring_far_cells};
         return Layout(shape).bytes();
       },
       py::arg("world"), py::arg("slots"), py::arg("capacity"), py::arg("buffers"),
-      py::arg("ring_cells") = 0, py::arg("ring_cell_bytes") = 0, py::arg("ring_reach") = 0, py::arg("ring_far_cells") = 0,
+      py::arg("ring_cells") = 0, py::arg("ring_cell_bytes") = 0, py::arg("ring_reach") = 0,
+          py::arg("ring_far_cells") = 0,
       "Size of a segment of this shape.");
   bind_product(module);
   module.def("isa", [] { return select_isa().name; },

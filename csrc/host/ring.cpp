@@ -30,7 +30,21 @@ RingEnd::RingEnd(std::shared_ptr<Domain> domain, int peer, bool sends)
   domain_->check_process();
   domain_->claim_ring(ring_);
   // Before any message both counters are the same, and the peer may have begun already.
-  count_ = seen_ = observe(sends ? signals_.sent : signals_.received);
+  count_ = seen_ = freed_ = observe(sends ? signals_.sent : signals_.received);
+  if (!sends) return;
+  in_use_.resize(cells_);
+  for (std::uint32_t cell = cells_; cell-- > 0;) free_.push_back(cell);
+}
+
+void RingEnd::pick_cell() {
+  for (; freed_ != seen_; ++freed_) {
+    free_.push_back(in_use_[freed_index_]);
+    freed_index_ = freed_index_ + 1 == cells_ ? 0 : freed_index_ + 1;
+  }
+  cell_ = free_.back();
+  free_.pop_back();
+  in_use_[index_] = cell_;
+  domain_->layout().where(domain_->base(), ring_, index_) = cell_;
 }
 
 std::uint32_t RingEnd::await(Signal& signal, std::uint32_t expected, double timeout,
@@ -65,6 +79,7 @@ void RingSender::send(const std::vector<SendPart>& parts, std::uint64_t tag, dou
       if (!reached(seen_, needed)) {
         seen_ = await(signals_.received, needed, timeout, "receive what was sent before");
       }
+      pick_cell();
       if (left == total) header() = MessageHeader{tag, total, 0};
       const std::uint64_t bytes = std::min(left, cell_bytes());
       source.move(payload(), bytes);
@@ -129,6 +144,7 @@ void RingReceiver::open(std::optional<std::uint64_t> tag, double timeout) {
 void RingReceiver::take_cell(double timeout) {
   const std::uint32_t next = count_ + 1;
   if (!reached(seen_, next)) seen_ = await(signals_.sent, next, timeout, "send");
+  find_cell();
   if (!open_) {
     message_ = {header().tag, header().bytes};
     open_ = true;

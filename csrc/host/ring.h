@@ -57,7 +57,11 @@ class RingEnd {
   std::byte* payload() const;
   std::uint32_t cells() const { return cells_; }
   std::uint64_t cell_bytes() const { return domain_->layout().shape().ring_cell_bytes; }
-  void next_cell() { cell_ = (cell_ + 1) % cells(); }
+  // Where the next cell is: the source decides, with credit for it, and the destination finds out.
+  void pick_cell();
+  void find_cell() { cell_ = domain_->layout().where(domain_->base(), ring_, index_); }
+  // After a cell was filled or read.
+  void next_cell() { index_ = index_ + 1 == cells_ ? 0 : index_ + 1; }
 
   std::shared_ptr<Domain> domain_;
   int peer_;
@@ -68,11 +72,17 @@ class RingEnd {
   std::optional<Fault> broken_;
   const char* op_ = "";
   WaitPolicy policy_;
-  // Cells are counted modulo 2^32, which the number of cells need not divide: `cell_`, the one to be
-  // filled or read next, is counted apart.
+  // Cells are counted modulo 2^32, which the number of cells need not divide: `index_`, that number modulo cells,
+  // is counted apart.
   std::uint32_t count_;  // cells sent or received
   std::uint32_t seen_;   // of the peer's counter, which is looked at only where this is too old
-  std::uint32_t cell_ = 0;
+  std::uint32_t index_ = 0;
+  std::uint32_t cell_ = 0;  // that is filled or read
+  // Of a source.
+  std::vector<std::uint32_t> free_;      // cells, the one used last at the end
+  std::vector<std::uint32_t> in_use_;    // by their number modulo cells
+  std::uint32_t freed_;                  // cells that were received and are free again
+  std::uint32_t freed_index_ = 0;
 };
 
 class RingSender : private RingEnd {

@@ -30,6 +30,7 @@ class RingSet::Sender : private RingEnd {
         seen_ = observe(signals_.received);
         if (!reached(seen_, needed())) return false;
       }
+      pick_cell();
       if (left_ == header_.bytes) header() = header_;
       const std::uint64_t bytes = std::min(left_, cell_bytes());
       source_.move(payload(), bytes);
@@ -105,6 +106,7 @@ class RingSet::Receiver : private RingEnd {
       seen_ = observe(signals_.sent);
       if (!reached(seen_, count_ + 1)) return false;
     }
+    find_cell();
     holding_ = true;
     offset_ = 0;
     return true;

@@ -148,6 +148,18 @@ bool view_of(PyObject* object, TensorView& view) {
   return found.data != nullptr || view.count() == 0;  // memory may have been given back
 }
 
+std::optional<bool> requires_grad_of(PyObject* tensor) {
+  PyObject* const answer = PyObject_GetAttr(tensor, requires_grad);
+  if (answer == nullptr) PyErr_Clear();
+  Py_XDECREF(answer);  // True and False stay
+  if (answer != Py_True && answer != Py_False) return std::nullopt;
+  return answer == Py_True;
+}
+
+bool set_requires_grad(PyObject* tensor) {
+  return PyObject_SetAttr(tensor, requires_grad, Py_True) == 0;
+}
+
 bool unobserved(PyObject* const* objects, std::size_t count) {
   if (truth(functions.transforms_active, true) || truth(functions.dispatch_modes, true) ||
       truth(functions.tracing_state, true) || truth(functions.autocast_enabled, true)) {

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 
 #include "isa.h"
 
@@ -28,6 +29,10 @@ struct TensorView {
   std::uint64_t count() const { return count(0, dims); }
   bool contiguous() const;
 };
+
+// Whether a tensor requires grad; nothing if it does not say.
+std::optional<bool> requires_grad_of(PyObject* tensor);
+bool set_requires_grad(PyObject* tensor);  // false with a Python error set
 
 // A result: memory that becomes a new tensor when it is written.
 class Output {

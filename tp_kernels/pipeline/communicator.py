@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tp_kernels.comm.errors import GroupMismatchError, PeerLostError, ShapeError, UnsupportedError
 from tp_kernels.comm.group import ParallelGroup
@@ -25,19 +25,8 @@ from .lanes import (
 )
 from .transport import RingRoutes, Transport
 
-
-class RecordsEvents(Protocol):
-    """What a recorder has to have, such as `tp_kernels.pipeline.timeline.Recorder`."""
-
-    def record(
-        self,
-        kind: str,
-        stage: int | None,
-        micro_batch: int | None,
-        start: float,
-        end: float,
-        nbytes: int = 0,
-    ) -> None: ...
+if TYPE_CHECKING:
+    from .timeline import Recorder
 
 
 class PipelineCommunicator:
@@ -89,7 +78,7 @@ class PipelineCommunicator:
         ring: bool = False,
         buffer_bytes: int = 4 << 20,
         timeout: float | None = None,
-        recorder: RecordsEvents | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.group = group
         self.rank = group.rank
@@ -197,7 +186,7 @@ class PipelineCommunicator:
             self._exchange.deliver((rank, tag), message.detached(value))
         else:
             lane = self._exchange.named(rank, tag)
-            self._exchange.put(lane, 0, *message.encode([tag, value]))
+            self._exchange.put(lane, 0, [tag, value])
 
     def recv_from(self, rank: int, *, tag: str) -> Any:
         """Wait for what `rank` sent with this tag. Messages of one tag arrive in their order."""
@@ -415,7 +404,7 @@ class PipelineCommunicator:
             self._exchange.deliver(key, message.detached(value), lane)
             nbytes = 0
         else:
-            nbytes = self._exchange.put(lane, micro_batch, *self._exchange.encode(value))
+            nbytes = self._exchange.put(lane, micro_batch, value)
         lane.messages += 1
         lane.nbytes += nbytes
         if self.recorder is not None:
@@ -428,23 +417,24 @@ class PipelineCommunicator:
         key = self._key(lane, micro_batch)
         if self._closed or self._exchange.broken:
             self._check_open("recv")
-        exchange, recorder = self._exchange, self.recorder
-        start = arrived = perf_counter()
-        if key not in exchange.mailbox:
-            exchange.wait(
-                "recv",
-                lane,
-                lambda: key in exchange.mailbox,
-                lambda: exchange.missing(lane, micro_batch),
-            )
-            arrived = perf_counter()
-            if recorder is not None:
-                kind = "WAIT_B" if direction else "WAIT_F"
-                recorder.record(kind, lane.number // 2, micro_batch, start, arrived)
-        value, nbytes = exchange.take(key)
+        if self.recorder is None:
+            value, nbytes = self._exchange.receive(lane, micro_batch, key)
+        else:
+            value, nbytes = self._recorded(self.recorder, lane, direction, micro_batch, key)
         lane.messages += 1
         lane.nbytes += nbytes
-        if recorder is not None:
-            kind = "RECV_B" if direction else "RECV_F"
-            recorder.record(kind, lane.number // 2, micro_batch, arrived, perf_counter(), nbytes)
         return value
+
+    def _recorded(
+        self, recorder: Recorder, lane: Lane, direction: int, micro_batch: int, key: int
+    ) -> tuple[Any, int]:
+        suffix = "B" if direction else "F"
+        stage, start = lane.number // 2, perf_counter()
+        waits = key not in self._exchange.mailbox
+        value, nbytes = self._exchange.receive(lane, micro_batch, key)
+        end = perf_counter()
+        if waits:
+            recorder.record(f"WAIT_{suffix}", stage, micro_batch, start, end)
+            start = end
+        recorder.record(f"RECV_{suffix}", stage, micro_batch, start, end, nbytes)
+        return value, nbytes

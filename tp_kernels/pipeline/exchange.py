@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from tp_kernels.comm.errors import (
@@ -28,7 +28,7 @@ from tp_kernels.comm.symmetric_memory import _host
 
 from . import message
 from .lanes import CREDIT, NAMED, NAMED_CREDIT, STAGE, Lane, Outgoing, Peer
-from .transport import ANNOUNCED, RECEIVED, Lost, Transport
+from .transport import ANNOUNCED, RECEIVED, TENSOR, Lost, Transport
 
 _KEPT_DESCRIPTIONS = 4096  # of shapes and structures that may come again
 _FAULTS: tuple[type[Exception], ...] = (Lost,) if _host is None else (Lost, _host.Fault)
@@ -60,7 +60,7 @@ class Exchange:
         self.mailbox: dict[Any, deque[tuple[Lane | None, Any, int]]] = {}
         self._arrivals, self._departures = arrivals, departures
         self._peers = {r: Peer(r) for r in range(group.size) if r != group.rank}
-        self._heads: dict[Any, bytes] = {}  # descriptions of single tensors
+        self._send_tensor = getattr(transport, "send_tensor", None)
         self._descriptions: dict[bytes, message.Description] = {}
         # Lanes of send_to: out by (rank, name) and by number, in by (rank, number).
         self._named: dict[tuple[int, str], Lane] = {}
@@ -69,44 +69,31 @@ class Exchange:
 
     # Sending.
 
-    def encode(self, value: Any) -> tuple[bytes, list[Tensor]]:
-        """As `message.encode`, fast for a tensor of a kind that was sent before."""
-        if type(value) is not Tensor or not value.is_cpu or value.layout is not torch.strided:
-            return message.encode(value)
-        kind = (value.dtype, value.shape, value.requires_grad)
-        head = self._heads.get(kind)
-        if head is None:
-            head = message.encode(value)[0]
-            if len(self._heads) == _KEPT_DESCRIPTIONS:
-                self._heads.clear()
-            self._heads[kind] = head
-        return head, [value]
-
-    def put(self, lane: Lane, micro_batch: int, head: bytes, tensors: list[Tensor]) -> int:
-        """Send or queue a message; waits while `credits` are queued. Returns the bytes of the tensors."""
-        spans, nbytes = [], 0
-        for index, tensor in enumerate(tensors):
-            if not _is_plain(tensor):
-                tensors[index] = tensor = _in_host_memory(tensor)
-            size = tensor.nbytes
-            spans.append((tensor.data_ptr(), size))
-            nbytes += size
+    def put(self, lane: Lane, micro_batch: int, value: Any) -> int:
+        """Send or queue a value; waits while `credits` are queued. Returns the bytes of its tensors."""
         peer = self._peers[lane.peer]
-        if lane.in_flight < self.credits and not (lane.waiting or peer.busy or peer.owing):
-            if not self._start(peer, lane, micro_batch, head, spans):
-                peer.leaving = Outgoing.of(lane, micro_batch, head, tensors)
-            return nbytes
-        lane.waiting.append(Outgoing.of(lane, micro_batch, head, tensors))
-        peer.queue.append(lane)
-        self.progress("send")
-        if len(lane.waiting) > self.credits:
-            self.wait(
-                "send",
-                lane,
-                lambda: len(lane.waiting) <= self.credits,
-                lambda: f"{lane.sender} cannot send {lane.message(micro_batch)}",
-            )
-        return nbytes
+        free = lane.in_flight < self.credits and not (lane.waiting or peer.busy or peer.owing)
+        if free and type(value) is Tensor:
+            nbytes = self._start_tensor(peer, lane, micro_batch, value)
+            if nbytes is not None:
+                return nbytes
+        head, tensors = message.encode(value)
+        tensors = [tensor if _is_plain(tensor) else _in_host_memory(tensor) for tensor in tensors]
+        outgoing = Outgoing.of(lane, micro_batch, head, tensors)
+        if free:
+            self._start(peer, outgoing)
+        else:
+            lane.waiting.append(outgoing)
+            peer.queue.append(lane)
+            self.progress("send")
+            if len(lane.waiting) > self.credits:
+                self.wait(
+                    "send",
+                    lane,
+                    lambda: len(lane.waiting) <= self.credits,
+                    lambda: f"{lane.sender} cannot send {outgoing}",
+                )
+        return sum([tensor.nbytes for tensor in tensors])
 
     def named(self, rank: int, name: str) -> Lane:
         """The lane of messages to `rank` under this name. One without messages under way may be forgotten."""
@@ -118,17 +105,41 @@ class Exchange:
             self._named[rank, name] = self._named_out[number] = lane
         return lane
 
-    def _start(
-        self, peer: Peer, lane: Lane, micro_batch: int, head: bytes, spans: list[tuple[int, int]]
-    ) -> bool:
+    def _start_tensor(self, peer: Peer, lane: Lane, micro_batch: int, tensor: Tensor) -> int | None:
+        """The short way of a message of one tensor: bytes, or None if it has to go the long one."""
+        assert self.transport is not None
+        if self._send_tensor is None:
+            return None
+        back = lane.back if lane.back is not None and lane.back.peer == lane.peer else None
         tag = lane.bits | micro_batch
+        if back is not None:
+            tag |= back.owed << 48
+        try:
+            sent = self._send_tensor(peer.rank, tag, tensor)
+        except _FAULTS as fault:
+            self._lost(f"rank {self.group.rank} cannot send to rank {peer.rank}", fault)
+        if sent is None:
+            return None
+        if back is not None:
+            back.owed = 0
+        lane.in_flight += 1
+        nbytes, left = sent
+        if not left:
+            peer.busy, peer.leaving = True, Outgoing.of(lane, micro_batch, b"", [tensor])
+        return nbytes
+
+    def _start(self, peer: Peer, outgoing: Outgoing) -> None:
+        lane, head = outgoing.lane, outgoing.head
+        tag = lane.bits | outgoing.micro_batch
         back = lane.back
-        if back is not None and back.owed and back.peer == lane.peer:
+        if back is not None and back.peer == lane.peer:
             tag |= back.owed << 48
             back.owed = 0
         lane.in_flight += 1
+        spans = [(tensor.data_ptr(), tensor.nbytes) for tensor in outgoing.tensors]
         self._leave(peer, tag, head, spans)
-        return not peer.busy
+        if peer.busy:
+            peer.leaving = outgoing
 
     def _leave(self, peer: Peer, tag: int, head: bytes, spans: list[tuple[int, int]]) -> None:
         assert self.transport is not None
@@ -157,9 +168,7 @@ class Exchange:
             peer.queue.remove(lane)
             outgoing = lane.waiting.popleft()
             self._check_unchanged(outgoing)
-            spans = [(tensor.data_ptr(), tensor.nbytes) for tensor in outgoing.tensors]
-            if not self._start(peer, lane, outgoing.micro_batch, outgoing.head, spans):
-                peer.leaving = outgoing
+            self._start(peer, outgoing)
 
     def flush(self) -> None:
         """Wait until nothing that was sent is in this rank's memory."""
@@ -207,6 +216,26 @@ class Exchange:
                 peer.owing[lane] = None
                 self._advance(peer)
         return value, nbytes
+
+    def receive(self, lane: Lane, micro_batch: int, key: int) -> tuple[Any, int]:
+        """Wait for a message of `lane`, whose key in the mailbox is `key`: value, bytes."""
+        if key not in self.mailbox:
+            self.wait(
+                "recv",
+                lane,
+                partial(self.mailbox.__contains__, key),
+                partial(self.missing, lane, micro_batch),
+            )
+        return self.take(key)
+
+    def _arrived_tensor(self, tag: int, tensor: Tensor, nbytes: int) -> None:
+        """Only messages between stages are of one tensor: those of a name are of the name too."""
+        lane = self._arrivals[tag >> 32 & 0xFFFF]
+        lane.last = tag & 0xFFFFFFFF
+        credits = tag >> 48 & 0xFF
+        if credits and lane.back is not None:
+            self._credited(lane.back, credits)
+        self.deliver(lane.bits | lane.last, tensor, lane, nbytes)
 
     def _arrived(self, peer: Peer, tag: int, head: bytes, nbytes: int) -> None:
         assert self.transport is not None
@@ -324,7 +353,9 @@ class Exchange:
                 return False
             kind, rank, tag, head, nbytes = event
             peer = self._peers[rank]
-            if kind == ANNOUNCED:
+            if kind == TENSOR:
+                self._arrived_tensor(tag, head, nbytes)
+            elif kind == ANNOUNCED:
                 self._arrived(peer, tag, head, nbytes)
             elif kind == RECEIVED:
                 self._complete(peer)

@@ -8,14 +8,15 @@ same calls.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from tp_kernels.comm.errors import UnsupportedError
 from tp_kernels.comm.group import ParallelGroup
 from tp_kernels.comm.symmetric_memory import SymmetricMemory, _host
 
-ANNOUNCED, RECEIVED, SENT = 0, 1, 2  # kinds of `Event`, as in ring_set.h
+# Kinds of `Event`. TENSOR, where a transport makes tensors: a message of one, complete, which is `head` then.
+ANNOUNCED, RECEIVED, SENT, TENSOR = range(4)
 
 Span: TypeAlias = tuple[int, int]  # address and bytes of contiguous host memory
 
@@ -101,6 +102,8 @@ class RingRoutes:
             raise UnsupportedError(f"{error}; {self._way_out(reach)}") from error
         rings = self.memory.ring_set([r for r in range(group.size) if r != group.rank])
         self.send, self.receive, self.step = rings.send, rings.receive, rings.step
+        # The short way of messages of one tensor.
+        self.send_tensor: Callable[[int, int, Any], tuple[int, bool] | None] = rings.send_tensor
 
     def fail(self, reason: str) -> None:
         self.memory.fail(reason[:180])

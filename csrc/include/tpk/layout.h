@@ -3,7 +3,7 @@
 //   Control | RankStatus[world] | bell[world] | slot 0 | slot 1 | ... | ring 0 -> 1 | ring 0 -> 2 | ...
 //   slot:       rank 0 | rank 1 | ...
 //   rank area:  Signals | Descriptor[buffers] | buffer 0 | buffer 1 | ...
-//   ring:       RingSignals | cell 0 | cell 1 | ...
+//   ring:       RingSignals | where[ring_cells] | cell 0 | cell 1 | ...
 //   cell:       MessageHeader | ring_cell_bytes bytes
 //
 // There is a ring for every ordered pair of ranks, or none at all. With `ring_reach`, those of ranks further apart
@@ -114,8 +114,8 @@ class Layout {
         sizeof(Control) + shape.world * (sizeof(RankStatus) + sizeof(Signal)), kPage);
     if (shape.ring_cells != 0) {
       cell_stride_ = sizeof(MessageHeader) + round_up(shape.ring_cell_bytes, sizeof(MessageHeader));
-      ring_ = round_up(sizeof(RingSignals) + shape.ring_cells * cell_stride_, kPage);
-      far_ring_ = round_up(sizeof(RingSignals) + shape.ring_far_cells * cell_stride_, kPage);
+      ring_ = round_up(cells_offset(shape.ring_cells) + shape.ring_cells * cell_stride_, kPage);
+      far_ring_ = round_up(cells_offset(shape.ring_far_cells) + shape.ring_far_cells * cell_stride_, kPage);
     }
     std::uint64_t slots = 0, rings = 0, far = 0;
     if (__builtin_mul_overflow(area_, std::uint64_t{shape.world} * shape.slots, &slots) ||
@@ -181,6 +181,12 @@ class Layout {
     return *reinterpret_cast<RingSignals*>(base + ring_offset(ring));
   }
 
+  // Which cell is the one sent as number `index` (modulo cells): a source takes the free one that was used last,
+  // which is the likeliest to be in the caches.
+  std::uint32_t& where(std::byte* base, std::uint32_t ring, std::uint32_t index) const {
+    return reinterpret_cast<std::uint32_t*>(base + ring_offset(ring) + sizeof(RingSignals))[index];
+  }
+
   MessageHeader& message_header(std::byte* base, std::uint32_t ring, std::uint32_t cell) const {
     return *reinterpret_cast<MessageHeader*>(this->cell(base, ring, cell));
   }
@@ -190,6 +196,10 @@ class Layout {
   }
 
  private:
+  static std::uint64_t cells_offset(std::uint32_t cells) {
+    return sizeof(RingSignals) + round_up(cells * sizeof(std::uint32_t), sizeof(Signal));
+  }
+
   std::uint32_t near_of_rank() const {
     const std::uint32_t peers = shape_.world - 1;
     return shape_.ring_reach == 0 ? peers : std::min(2 * shape_.ring_reach, peers);
@@ -218,7 +228,7 @@ class Layout {
   }
 
   std::byte* cell(std::byte* base, std::uint32_t ring, std::uint32_t cell) const {
-    return base + ring_offset(ring) + sizeof(RingSignals) + cell * cell_stride_;
+    return base + ring_offset(ring) + cells_offset(cells(ring)) + cell * cell_stride_;
   }
 
   Shape shape_;
