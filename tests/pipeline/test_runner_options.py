@@ -469,7 +469,7 @@ def refusals() -> None:
         mine_or = lambda kind, mine: kind if mine else PipelineError
         for kind, words, function, options in (
             (UnsupportedError, "into how many micro-batches", runner.step, {}),
-            (ShapeError, "-1 micro-batches", runner.step, {"micro_batches": -1}),
+            (ShapeError, "0 micro-batches", runner.step, {"micro_batches": 0}),
             (UnsupportedError, "has no backward", inference.step, {}),
             (UnsupportedError, "schedule zero_bubble_h1 is of 3", fixed.step, {"micro_batches": 2}),
             (ShapeError, "4 rows for 5", runner.step, {"micro_batches": 5}),

@@ -68,7 +68,6 @@ class Run:
     losses: list[float]
     seconds: float
     timeline: Timeline | None = None
-    predicted: Timeline | None = None
     explained: str = ""
 
 
@@ -179,8 +178,7 @@ def train(settings: Settings, path: Path | None, show: bool) -> Run:
             ids, target = batch(text, settings, step, grid.data.rank)
             recorder.clear()
             told = runner.step(ids, target=target)
-            # Without a flush, the loss of a step is a sum of those of its micro-batches.
-            losses.append(told.total if flush else told.total / settings.micro_batches)
+            losses.append(told.total)
             if flush:
                 runner.clip_grad_norm_(1.0)
                 start = recorder.now()
