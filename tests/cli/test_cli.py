@@ -183,11 +183,11 @@ def test_version():
 
 
 def test_a_question_is_encoded_with_the_template_of_the_chat(model):
-    from tp_kernels.cli.worker import _encode
+    from tp_kernels.cli.worker import encode
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(model.parent, gguf_file=model.name)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    encoded = _encode(tokenizer, Question("#$", system="!"))
+    encoded = encode(tokenizer, Question("#$", system="!"))
     assert encoded["input_ids"].tolist() == [tokenizer.convert_tokens_to_ids(list("!#$"))]
     tokenizer.chat_template = None
-    assert _encode(tokenizer, Question("#$"))["input_ids"].shape == (1, 2)
+    assert encode(tokenizer, Question("#$"))["input_ids"].shape == (1, 2)

@@ -12,15 +12,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tp_kernels.comm import ParallelGroup, ShapeError, UnsupportedError
+from tp_kernels.integrations.checkpoint import SafetensorsReader
 from tp_kernels.integrations.transformers import parallelize
 from tp_kernels.pipeline import PipelineCommunicator
-from tp_kernels.pipeline.causal_lm import load_stage, split_layers
+from tp_kernels.pipeline.causal_lm import causal_lm_loss, count_labels, load_stage, split_layers
 from tp_kernels.pipeline.decode import PipelinedDecoder
+from tp_kernels.pipeline.runner import PipelineRunner
 
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
+    "gemma2": {"num_key_value_heads": 2, "head_dim": 8},
+    "mistral": {"num_key_value_heads": 2, "head_dim": 8},
     "llama": {"num_key_value_heads": 2, "head_dim": 8},
     "qwen2": {"num_key_value_heads": 3, "head_dim": 8},
 }
@@ -49,6 +54,42 @@ def tiny(kind: str, layers: int = 4, **changes: Any) -> PreTrainedModel:
             values = torch.randn(parameter.shape, generator=draw) * 0.2
             parameter.copy_(values + (parameter.dim() == 1))
     return model.eval()
+
+
+def trained(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A step of the runner on stages of a model: losses, and the gradients of this rank by stock name."""
+    results = []
+    with one_thread(), ParallelGroup(timeout=30) as group, PipelineCommunicator(group) as channel:
+        for case in cases:
+            model = tiny(case["kind"], **case.get("changes", {})).double()
+            stage = split_layers(model, case.get("cut", group.size))[group.rank]
+            # Each rank has weights of its own, as if it had loaded its stage only.
+            runner = PipelineRunner(
+                stage,
+                "one_f_one_b",
+                channel,
+                causal_lm_loss,
+                scale="token",
+                count=count_labels,
+                tied=stage.ties,
+                micro_batches=3,
+            )
+            ids, labels, mask = training_batch()
+            losses = runner.step(*([ids, mask] if case.get("mask") else [ids]), target=labels)
+            gradients = {
+                name.removeprefix("lm."): parameter.grad.clone()
+                for name, parameter in stage.named_parameters()
+            }
+            results.append({"loss": losses.total, "gradients": gradients})
+    return results
+
+
+def training_batch() -> tuple[Tensor, Tensor, Tensor]:
+    """5 x 8 tokens, some rows padded on the right."""
+    ids = torch.randint(3, 101, (5, 8), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    mask[1, 6:] = mask[4, 3:] = 0
+    return ids, ids.masked_fill(mask == 0, -100), mask
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -198,6 +239,33 @@ def refill(batch: int) -> list[tuple[int, int]]:
         leads = group.rank == 0
         decoder.generate(source() if leads else (), limits, eos=(), on_token=on_token)
     return seen
+
+
+def loaded(checkpoint: Path, cut: tuple[int, ...]) -> dict[str, Any]:
+    """A stage divided over two ranks, read from a file: bytes read, and its output for a batch."""
+    tensor = dist.new_group([0, 1])
+    read = 0
+    tensor_of, slice_of = SafetensorsReader.tensor, SafetensorsReader.slice
+
+    def counted(function: Any) -> Any:
+        def call(*args: Any) -> Tensor:
+            nonlocal read
+            found = function(*args)
+            read += found.numel()
+            return found
+
+        return call
+
+    SafetensorsReader.tensor, SafetensorsReader.slice = counted(tensor_of), counted(slice_of)
+    try:
+        with one_thread(), ParallelGroup(tensor, timeout=30) as group, torch.inference_mode():
+            stages = [load_stage(checkpoint, cut, s, group=group) for s in range(len(cut) - 1)]
+            value = torch.tensor(prompts(1))
+            for stage in stages:
+                value = stage(value)
+    finally:
+        SafetensorsReader.tensor, SafetensorsReader.slice = tensor_of, slice_of
+    return {"read": read, "logits": value.clone()}
 
 
 def smollm(checkpoint: Path, texts: list[list[int]], new: int) -> tuple[list[list[int]], int]:

@@ -27,6 +27,7 @@ CASES = [
     {"kind": "gpt2", "prompts": 5, "decoder": {"batch": 2, "in_flight": 1}},
     {"kind": "gpt2", "prompts": 4, "new": 6, "decoder": {"in_flight": 6}, "options": {"eos": 5}},
     {"kind": "llama", "prompts": 1, "new": 1},
+    {"kind": "gemma2", "prompts": 4, "changes": {"sliding_window": 4}, "decoder": {"batch": 2}},
 ]
 # The embedding alone, layers in between, the head alone.
 SMALL_STAGES = {
@@ -37,7 +38,7 @@ SMALL_STAGES = {
 
 
 def expected(case):
-    model, limits = decoders.tiny(case["kind"]), case.get("new", 12)
+    model, limits = decoders.tiny(case["kind"], **case.get("changes", {})), case.get("new", 12)
     limits = [limits] * 9 if isinstance(limits, int) else limits
     eos = case.get("options", {}).get("eos", 2)
     return [
@@ -68,7 +69,7 @@ def test_tokens_of_one_process(world, wanted, size):
 
 def test_one_stage(wanted):
     for case, answer in zip(CASES, wanted, strict=True):
-        (stage,) = split_layers(decoders.tiny(case["kind"]), 1)
+        (stage,) = split_layers(decoders.tiny(case["kind"], **case.get("changes", {})), 1)
         decoder = PipelinedDecoder(stage, **case.get("decoder", {}))
         prompts = decoders.prompts(case["prompts"])
         assert decoder.generate(prompts, case.get("new", 12), **case.get("options", {})) == answer

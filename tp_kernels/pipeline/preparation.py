@@ -90,7 +90,8 @@ class Schedules:
                 if schedule.flush
                 else f"{schedule.name} updates parameters after every micro-batch: pass optimizer="
             )
-        schedule.validate()
+        # As many may be sent and not received, and as many be queued by their sender.
+        schedule.validate(credits=2 * channel.credits)
         table = f"{schedule.micro_batches} {schedule.stage_to_rank} {schedule.to_csv()}"
         self._made[schedule.micro_batches] = schedule, crc32(table.encode())
 
@@ -102,6 +103,19 @@ def _by_name(name: str, channel: PipelineCommunicator) -> Callable[[int], Schedu
     ranks = channel.group.size
     chunks = {"chunks": channel.stages // ranks} if "chunks" in signature(make).parameters else {}
     return lambda micro_batches: make(ranks, micro_batches, **chunks)
+
+
+def room_for_message(channel: PipelineCommunicator, stage: int, other: int) -> int:
+    """Bytes of a message from `stage` to `other` that always leaves at once.
+
+    While a rank waits in a collective of its tensor group it moves no messages. One that does not fit into
+    the ring would stay half sent: ranks of two stages could then wait for each other in a circle.
+    """
+    ranks = channel.stage_to_rank
+    pair = ranks[stage], ranks[other]
+    steps = [(s, s + 1) for s in range(channel.stages - 1)]
+    lanes = [(a, b) for a, b in steps + [(b, a) for a, b in steps] if (ranks[a], ranks[b]) == pair]
+    return channel.buffer_bytes // (channel.credits * max(1, len(lanes)))
 
 
 def check_modules(

@@ -25,8 +25,8 @@ from tp_kernels.layers.random import RandomStreams
 from . import gradients, scaling
 from .communicator import PipelineCommunicator
 from .gradients import SetAside, sum_over_replicas
-from .micro_batches import join
-from .preparation import Schedules, Work, agree, check_modules, prepare
+from .micro_batches import join, tensors_of
+from .preparation import Schedules, Work, agree, check_modules, prepare, room_for_message
 from .schedule import Action, Kind, Schedule
 from .stage import PipelineError, Stage
 from .tied import Tie, TiedWeights
@@ -300,6 +300,7 @@ class PipelineRunner:
             if index == last:
                 losses[k] = output.detach()
             else:
+                self._check_room(output, index, index + 1)
                 self.channel.send_forward(output, micro_batch=k, stage=index)
             return
         if kind is Kind.W:
@@ -317,6 +318,7 @@ class PipelineRunner:
         outgoing = stage.backward(k, incoming, split=split, whole=kind is Kind.B)
         self._record(action, start)
         if outgoing is not None and index > 0:
+            self._check_room(outgoing, index, index - 1)
             self.channel.send_backward(outgoing, micro_batch=k, stage=index)
         if not work.schedule.flush:
             self._update(stage)
@@ -347,7 +349,23 @@ class PipelineRunner:
             self._record(action, start)
         else:
             self._record(action, start)
+            self._check_room(output, index, index + 1)
             self.channel.send_forward(output, micro_batch=k, stage=index)
+
+    def _check_room(self, value: Any, stage: int, other: int) -> None:
+        """Refuse what could deadlock tensor-parallel stages; see `room_for_message`."""
+        channel = self.channel
+        divided = any(place.group.size > 1 for _, place in self._placements)
+        if not divided or channel.stage_to_rank[stage] == channel.stage_to_rank[other]:
+            return
+        nbytes = sum(tensor.nbytes for tensor in tensors_of(value))
+        room = room_for_message(channel, stage, other)
+        if nbytes > room:
+            raise UnsupportedError(
+                f"a message of {nbytes} bytes from stage {stage} to stage {other}, which are tensor parallel "
+                f"and have room for {room}: pass buffer_bytes={nbytes * channel.buffer_bytes // room + 1} to "
+                "PipelineCommunicator, or fewer credits"
+            )
 
     def _inputs(self, index: int, k: int, work: Work) -> tuple[Any, Sequence[Any], dict[str, Any]]:
         """Received value, positional and keyword arguments of a stage."""
