@@ -55,7 +55,7 @@ class Settings:
     schedules: Sequence[str] = tuple(FORMULAS)
     worlds: Sequence[int] = (2, 4)
     micro_batches: int = 8
-    seconds: float = 0.04
+    seconds: float = 0.05
     steps: int = 3
 
 
@@ -73,7 +73,7 @@ class Sleeper(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x + 1."""
-        out: Tensor = _Sleep.apply(x, self.weight, self)  # type: ignore[no-untyped-call]
+        out: Tensor = _Sleep.apply(x, self.weight, self)
         return out
 
 
@@ -85,7 +85,7 @@ class _Sleep(torch.autograd.Function):
         return x + weight
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         stage: Sleeper = ctx.stage
         sleep(stage.seconds)
 
@@ -93,7 +93,7 @@ class _Sleep(torch.autograd.Function):
             sleep(stage.seconds)
             return dy.sum().reshape(1), None
 
-        task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+        task = torch._C._current_graph_task_id()
         stage.delayed.put(Pending(task, stage.weight, None, compute))
         return dy, None, None
 
@@ -101,10 +101,19 @@ class _Sleep(torch.autograd.Function):
 def run(
     settings: Settings, progress: Progress
 ) -> tuple[list[dict[str, Any]], list[list[Timeline]]]:
-    """A row per schedule and world, and the timelines behind each: the median step, then the simulation."""
+    """A row per schedule and world, and the timelines behind each: the median step, then the simulation.
+
+    Raises:
+        ShapeError: sizes for which the formulas do not hold.
+    """
     for world in settings.worlds:
         if world < 2:
             raise ShapeError(f"{world} rank has no pipeline; measure 2 ranks or more")
+        if settings.micro_batches < 2 * world or settings.micro_batches % world:
+            raise ShapeError(
+                f"{settings.micro_batches} micro-batches on {world} ranks: the formulas hold for "
+                f"multiples of the ranks from {2 * world} on"
+            )
     rows: list[dict[str, Any]] = []
     pictures: list[list[Timeline]] = []
     total = len(settings.worlds) * len(settings.schedules)
