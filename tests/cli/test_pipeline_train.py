@@ -63,13 +63,13 @@ def test_without_a_flush_and_files(tmp_path: Path) -> None:
     source.write_text("to be or not to be, " * 50)
     picture, chrome = tmp_path / "steps.png", tmp_path / "trace.json"
     text = train(
-        *("--schedule", "pipedream", "--steps", 30, "--text", source, "--explain"),
+        *("--schedule", "pipedream", "--steps", 12, "--text", source, "--explain"),
         *("--picture", picture, "--chrome", chrome),
     )
     assert "stage 0 on rank 0: keeps its activations, stashes weights" in text
     table = text.split("stage 0 on rank 0")[0]
     losses = [float(line.split()[1]) for line in table.splitlines() if line[:4].strip().isdigit()]
-    assert losses[-1] < 0.7 * losses[0]  # it learns
+    assert losses[-1] < 0.85 * losses[0]  # it learns
     assert picture.read_bytes()[:4] == b"\x89PNG"
     names = {event.get("name") for event in json.loads(chrome.read_text())["traceEvents"]}
     assert {"0F0", "1B3"} <= names, names
