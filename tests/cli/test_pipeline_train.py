@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tp_kernels import RankError, UnsupportedError
+from tp_kernels import UnsupportedError
 from tp_kernels.cli import pipeline_train
 from tp_kernels.cli.app import app
 from tp_kernels.cli.pipeline_trainer import Settings, batch, cuts, read
@@ -71,8 +71,8 @@ def test_without_a_flush_and_files(tmp_path: Path) -> None:
     losses = [float(line.split()[1]) for line in table.splitlines() if line[:4].strip().isdigit()]
     assert losses[-1] < 0.7 * losses[0]  # it learns
     assert picture.read_bytes()[:4] == b"\x89PNG"
-    kinds = {event.get("name", "")[:1] for event in json.loads(chrome.read_text())["traceEvents"]}
-    assert "F" in str(kinds)
+    names = {event.get("name") for event in json.loads(chrome.read_text())["traceEvents"]}
+    assert {"0F0", "1B3"} <= names, names
 
 
 def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,9 +106,8 @@ def test_batches() -> None:
         (("--schedule", "forward_only"), "schedules that train are gpipe"),
         (("--schedule", "pipedream", "--check"), "does not equal one process"),
         (("--stages", 5), "--layers 2: 5 stages"),
-        (("--schedule", "pipedream", "--tied", "--steps", 1), "untie them"),
     ],
 )
 def test_refused(options: tuple[object, ...], words: str) -> None:
-    with pytest.raises((UnsupportedError, RankError), match=words):
+    with pytest.raises(UnsupportedError, match=words):
         train(*options)

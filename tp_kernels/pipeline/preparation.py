@@ -122,7 +122,7 @@ def check_room(channel: PipelineCommunicator, value: Any, stage: int, other: int
     if nbytes * under_way > channel.buffer_bytes:
         raise UnsupportedError(
             f"pass buffer_bytes={nbytes * under_way} to PipelineCommunicator: {under_way} messages of "
-            f"{nbytes} bytes may be under way from stage {stage} to stage {other}, which are tensor parallel, "
+            f"{nbytes} bytes may be under way from stage {stage} to stage {other}, both tensor parallel, "
             f"and there is room for {channel.buffer_bytes} bytes (fewer credits= need less)"
         )
 
