@@ -76,6 +76,7 @@ class ProcessGroupRoutes:
         self._wire_tag = _WIRE_TAGS + group.rendezvous.corner("routes").next_index()
         self._routes = {r: _Route(r) for r in range(group.size) if r != group.rank}
         self._looked = 0.0
+        self._finished = False
 
     def send(self, peer: int, tag: int, head: bytes, spans: Sequence[Span]) -> bool:
         route = self._routes[peer]
@@ -137,23 +138,17 @@ class ProcessGroupRoutes:
             for peer in self._routes:
                 self.send(peer, FAILED << 56, head, [])
 
-    def close(self, seconds: float) -> None:
-        """A process group delivers nothing once a process has ended: wait until all ranks close.
-
-        Raises Lost if one fails or does not come; nobody may be sent anything after this.
-        """
-        for peer in self._routes:
-            self.send(peer, CLOSED << 56, b"", [])
-        give_up = perf_counter() + seconds
-        for route in self._routes.values():
-            while not route.closed:
-                if perf_counter() > give_up:
-                    raise Lost(
-                        f"rank {route.rank} has not closed the pipeline within {seconds:g} s"
-                    )
-                self.step("close", 1e-3, -1)
+    def finish(self) -> bool:
+        """A process group delivers nothing once a process has ended: all ranks have to finish."""
+        if not self._finished:
+            self._finished = True
+            for peer in self._routes:
+                self.send(peer, CLOSED << 56, b"", [])
+        if not all(route.closed for route in self._routes.values()):
+            return False
         for route in self._routes.values():
             self._reap(route, route.sent)
+        return True
 
     def leave(self) -> None:
         """Memory that the process group may still read or write lives as long as the group does."""
