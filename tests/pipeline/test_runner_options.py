@@ -463,6 +463,11 @@ def refusals() -> None:
         with pytest.raises(UnsupportedError, match=r"DistributedDataParallel.*data_parallel=group"):
             PipelineRunner(wrapped, "gpipe", channel)
 
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+        divided = torch.distributed.fsdp.fully_shard(copy.deepcopy(own[0]), mesh=mesh)
+        with pytest.raises(UnsupportedError, match=r"FSDP.*data_parallel=group"):
+            PipelineRunner(divided, "gpipe", channel)
+
         runner = PipelineRunner(own, "gpipe", channel, squares)
         fixed = PipelineRunner(own, zero_bubble_h1(2, 3), channel, squares)
         inference = PipelineRunner(own, forward_only(2, 2), channel, squares)

@@ -89,6 +89,9 @@ class PipelineRunner:
     process that accumulates micro-batch by micro-batch, in fp64 with the same bits where the schedule runs
     the backwards of a stage in order.
 
+    An overlapped pair of a schedule runs one after the other. Schedules without a bubble end with a flush
+    like others: they do not begin the next step before the optimizer, and validate nothing afterwards.
+
     Errors of a stage or of the channel are for good: all ranks raise, and so does every later call.
     """
 
@@ -315,6 +318,7 @@ class PipelineRunner:
             start = perf_counter()
             stage.weight_gradients(k)
             self._record(action, start)
+            self.channel.progress()  # nothing of this rank moves while it computes
             return
         incoming: list[Tensor | None] = []
         if stage.wants_gradients(k):
