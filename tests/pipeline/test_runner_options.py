@@ -463,13 +463,18 @@ def refusals() -> None:
         with pytest.raises(UnsupportedError, match=r"DistributedDataParallel.*data_parallel=group"):
             PipelineRunner(wrapped, "gpipe", channel)
 
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+        divided = torch.distributed.fsdp.fully_shard(copy.deepcopy(own[0]), mesh=mesh)
+        with pytest.raises(UnsupportedError, match=r"FSDP.*data_parallel=group"):
+            PipelineRunner(divided, "gpipe", channel)
+
         runner = PipelineRunner(own, "gpipe", channel, squares)
         fixed = PipelineRunner(own, zero_bubble_h1(2, 3), channel, squares)
         inference = PipelineRunner(own, forward_only(2, 2), channel, squares)
         mine_or = lambda kind, mine: kind if mine else PipelineError
         for kind, words, function, options in (
             (UnsupportedError, "into how many micro-batches", runner.step, {}),
-            (ShapeError, "-1 micro-batches", runner.step, {"micro_batches": -1}),
+            (ShapeError, "0 micro-batches", runner.step, {"micro_batches": 0}),
             (UnsupportedError, "has no backward", inference.step, {}),
             (UnsupportedError, "schedule zero_bubble_h1 is of 3", fixed.step, {"micro_batches": 2}),
             (ShapeError, "4 rows for 5", runner.step, {"micro_batches": 5}),

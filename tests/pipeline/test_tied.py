@@ -178,6 +178,34 @@ def test_three_holders(world) -> None:
     world(3).run(three_holders)
 
 
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.a * 2 + self.b * 3).sum().view(1)
+
+
+def two_in_one_stage() -> None:
+    """Also of one stage: all parameters of a tie get the sum."""
+    with pipeline() as channel:
+        own = Two()
+        tie = [(s, name) for s in range(2) for name in ("b", "a")]
+        runner = PipelineRunner(own, "gpipe", channel, None, tied=[tie])
+        runner.step(torch.ones(1, dtype=torch.float64), micro_batches=1)
+        # stage 0: x = 1, y = 10; stage 1: dy = 4 of two elements
+        expected = 2 * 4 + 3 * 4 + 2 * 10 + 3
+        for p in own.parameters():
+            assert p.grad.tolist() == [expected] * 2, p.grad
+        norm = float(runner.clip_grad_norm_(1e9))
+        assert norm == pytest.approx(expected * 2**0.5)  # counted once
+
+
+def test_two_in_one_stage(world) -> None:
+    world(2).run(two_in_one_stage)
+
+
 def refused() -> None:
     with pipeline() as channel:
         rank = channel.rank

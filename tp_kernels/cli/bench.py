@@ -251,6 +251,65 @@ def block(
     _run("block", work.run, settings, Peers(), json, output)
 
 
+@bench_app.command()
+def pipeline(
+    schedule: Annotated[
+        str,
+        typer.Option(
+            help="Comma list of gpipe, one_f_one_b, interleaved_one_f_one_b, zero_bubble_h1, "
+            "zero_bubble_v, dual_pipe_v. Default: all."
+        ),
+    ] = "",
+    world: WorldOption = "2,4",
+    micro_batches: Annotated[int, typer.Option(min=1, help="Parts of a batch.")] = 8,
+    seconds: Annotated[
+        float | None,
+        typer.Option(min=1e-5, help="Seconds a rank sleeps for each of F, I and W."),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps; the median counts.")] = None,
+    quick: QuickOption = False,
+    json: JsonOption = None,
+    output: OutputOption = None,
+) -> None:
+    """Bubbles of pipeline schedules: measured, by formula, and simulated.
+
+    Stages sleep, so that more ranks than cores do no harm; everything else is what a training step does.
+    The exit status is 1 if a bubble is more than three points of the ideal time off.
+
+        tp-kernels bench pipeline --quick
+        tp-kernels bench pipeline --schedule gpipe,zero_bubble_v --world 4 --output results
+    """
+    from tp_kernels.bench import pipeline as work
+    from tp_kernels.bench import plots, report, tables
+    from tp_kernels.bench.environment import environment
+
+    usual = work.QUICK if quick else work.Settings()
+    settings = work.Settings(
+        schedules=_choices("--schedule", schedule, tuple(work.FORMULAS), usual.schedules),
+        worlds=_numbers("--world", world),
+        micro_batches=micro_batches,
+        seconds=seconds or usual.seconds,
+        steps=steps or usual.steps,
+    )
+    if output is not None:
+        plots.pyplot()  # missing: better known before the measurement than after it
+    facts = environment()
+    with _progress() as progress:
+        rows, timelines = work.run(settings, progress)
+    found = report.document("pipeline", facts, asdict(settings), rows, [])
+    console = _console()
+    tables.show_environment(console, found)
+    work.show(console, rows)
+    written = [json] if json is not None else []
+    if output is not None:
+        written += [output / "pipeline.json", *work.plot(rows, timelines, output)]
+    for path in written:
+        if path.suffix == ".json":
+            report.write(path, found)
+        _say(console, path)
+    raise typer.Exit(0 if all(row["derived"]["target"] for row in rows) else 1)
+
+
 def _budget(usual: Budget, rounds: int | None, seconds: float | None) -> Budget:
     return replace(usual, rounds=rounds or usual.rounds, seconds=seconds or usual.seconds)
 

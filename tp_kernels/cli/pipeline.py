@@ -7,6 +7,7 @@ import typer
 from .pipeline_plan import plan
 from .pipeline_run import run
 from .pipeline_simulate import simulate
+from .pipeline_train import train
 
 pipeline_app = typer.Typer(
     help="Cut a model into stages, choose a schedule, see where time goes.",
@@ -17,3 +18,4 @@ pipeline_app = typer.Typer(
 pipeline_app.command()(plan)
 pipeline_app.command()(simulate)
 pipeline_app.command()(run)
+pipeline_app.command()(train)

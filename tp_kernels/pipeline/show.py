@@ -81,6 +81,7 @@ def save_chrome(timeline: Timeline, path: Path) -> None:
 def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
     """The list of `save_chrome`; times in microseconds from the first event."""
     found: list[dict[str, Any]] = []
+    zero = min((event.start for event in timeline.events), default=0.0)
     threads: dict[tuple[int, int], str] = {}
     for event in timeline.events:
         moves = event.kind.startswith(("SEND", "RECV"))
@@ -94,7 +95,7 @@ def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
             "cat": event.kind,
             "pid": event.rank,
             "tid": thread,
-            "ts": _microseconds(timeline, event.start),
+            "ts": (event.start - zero) * 1e6,
             "dur": (event.end - event.start) * 1e6,
             "args": {"stage": event.stage, "micro_batch": event.micro_batch, "bytes": event.nbytes},
         }
@@ -109,11 +110,10 @@ def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
             time += inside if phase == "f" else -inside
             entry = {**common, "ph": phase, "pid": event.rank, "tid": 2 * event.stage + 2}
             found.append(
-                {**entry, "ts": _microseconds(timeline, time)}
-                | ({"bp": "e"} if phase == "f" else {})
+                {**entry, "ts": (time - zero) * 1e6} | ({"bp": "e"} if phase == "f" else {})
             )
     for sample in timeline.memory:
-        name, ts = f"activations of stage {sample.stage}", _microseconds(timeline, sample.time)
+        name, ts = f"activations of stage {sample.stage}", (sample.time - zero) * 1e6
         args = {timeline.unit: sample.amount}
         found.append({"ph": "C", "name": name, "pid": sample.rank, "ts": ts, "args": args})
     for rank in timeline.ranks:
@@ -124,10 +124,6 @@ def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
         label = {"ph": "M", "name": "thread_name", "pid": rank, "tid": thread}
         found.append({**label, "args": {"name": name}})
     return found
-
-
-def _microseconds(timeline: Timeline, time: float) -> float:
-    return (time - timeline.start) * 1e6
 
 
 def _messages(timeline: Timeline) -> list[tuple[Event, Event]]:

@@ -86,7 +86,7 @@ class TiedWeights:
     def _sum(self, tag: str, members: list[_Member], own: list[_Member]) -> None:
         channel = self._channel
         root = members[0].rank
-        parts = {m.stage: gradient_of(self._parameters[m.stage, m.name]) for m in own}
+        parts = {(m.stage, m.name): gradient_of(self._parameters[m.stage, m.name]) for m in own}
         ranks = sorted({m.rank for m in members})
         if channel.rank != root:
             channel.send_to(list(parts.items()), root, tag=tag)
@@ -94,8 +94,8 @@ class TiedWeights:
         else:
             for rank in ranks:
                 if rank != root:
-                    parts.update((stage, part) for stage, part in channel.recv_from(rank, tag=tag))
-            total = _total([parts[stage] for stage in sorted(parts)])
+                    parts.update(channel.recv_from(rank, tag=tag))
+            total = _total([parts[at] for at in sorted(parts)])
             for rank in ranks:
                 if rank != root:
                     channel.send_to(total, rank, tag=tag)

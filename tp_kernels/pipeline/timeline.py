@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from time import perf_counter
@@ -66,13 +66,14 @@ class Timeline:
 
     @cached_property
     def start(self) -> float:
-        """Seconds at which the first event begins."""
-        return min((event.start for event in self.events), default=0.0)
+        """Seconds at which the first work begins."""
+        return min((event.start for work in self._work.values() for event in work), default=0.0)
 
     @cached_property
     def makespan(self) -> float:
-        """Seconds from the first start to the last end of any rank."""
-        return max((event.end for event in self.events), default=0.0) - self.start
+        """Seconds from the first start to the last end of work of any rank."""
+        ends = (event.end for work in self._work.values() for event in work)
+        return max(ends, default=self.start) - self.start
 
     @cached_property
     def period(self) -> float:
@@ -175,6 +176,10 @@ class Timeline:
         """Micro-batches per second of makespan."""
         count = sum(event.kind == "F" and event.stage == 0 for event in self.events)
         return count / self.makespan if self.makespan else 0.0
+
+    def renamed(self, name: str) -> Timeline:
+        """The same timeline under another name."""
+        return replace(self, name=name)
 
     def table(self) -> str:
         """A line per rank: seconds of work, waiting and transfers, share of idle time, most activations."""
