@@ -71,7 +71,12 @@ class Schedules:
                 )
             if micro_batches < 1:
                 raise ShapeError(f"{micro_batches} micro-batches: there is at least one")
-            self._add(self._make(micro_batches))
+            made = self._make(micro_batches)
+            if made.micro_batches != micro_batches:
+                raise UnsupportedError(
+                    f"schedule({micro_batches}) made {made.name} of {made.micro_batches} micro-batches"
+                )
+            self._add(made)
         return self._made[micro_batches]
 
     def _add(self, schedule: Schedule) -> None:
