@@ -21,7 +21,6 @@ from .micro_batches import cut, tensors_of
 from .schedule import Schedule
 from .stage import PipelineError
 
-
 BESIDE_TENSORS = (
     32 << 10
 )  # bytes of a message in a ring: its description, and what is left of a cell
