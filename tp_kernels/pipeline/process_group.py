@@ -39,7 +39,7 @@ _HEADER = struct.Struct("<QQQQ")
 _START = _BLOCK - _HEADER.size - 8  # bytes of the head in the block
 _ONE = struct.pack("<Q", 1)
 _WIRE_TAGS = 0x5450_0000  # far from what others use with the same process group
-_LOOK_SECONDS = 0.02  # how often the processes of peers are looked at
+_LOOK_SECONDS = 0.1  # how often the processes of peers and the store are looked at
 _LONGEST_PAUSE = 5e-4
 
 
@@ -73,7 +73,8 @@ class ProcessGroupRoutes:
         self._group = group
         self._process_group = group.process_group
         self._deadline = timedelta(seconds=timeout)
-        self._wire_tag = _WIRE_TAGS + group.rendezvous.corner("routes").next_index()
+        self._notices = group.rendezvous.corner("routes")
+        self._wire_tag = _WIRE_TAGS + self._notices.next_index()
         self._routes = {r: _Route(r) for r in range(group.size) if r != group.rank}
         self._looked = 0.0
         self._finished = False
@@ -132,9 +133,11 @@ class ProcessGroupRoutes:
             pause = min(_LONGEST_PAUSE, pause + 1e-5)
 
     def fail(self, reason: str) -> None:
-        """Best effort: what is lost with this process is noticed by its end."""
+        """By messages, which are quick, and by the store, where the notice outlives this rank's group."""
         head = objects.encode(reason[:180])
-        with suppress(RuntimeError):
+        with suppress(RuntimeError, Lost):
+            if not self._notices.has("failed"):
+                self._notices.put("failed", f"rank {self._group.rank} failed: {reason[:180]}")
             for peer in self._routes:
                 self.send(peer, FAILED << 56, head, [])
 
@@ -221,6 +224,9 @@ class ProcessGroupRoutes:
                 raise Lost(f"rank {rank} is gone: its process has ended")
         if awaited in self._routes and self._routes[awaited].closed:
             raise Lost(f"rank {awaited} closed the pipeline")
+        with suppress(RuntimeError):  # the store goes with the process that keeps it
+            if self._notices.has("failed"):
+                raise Lost(self._notices.get("failed", self._group.rank))
 
     def _guard(self, route: _Route, call: Callable[[], Any]) -> Any:
         try:
@@ -229,7 +235,8 @@ class ProcessGroupRoutes:
             if not is_transport_failure(failure):
                 raise
             error = error_from_process_group(failure, self._group, "pipeline", route.rank)
-            raise Lost(str(error)) from None
+            # Without the text of the backend, which says nothing of ranks.
+            raise Lost(str(error).split(": [")[0]) from None
 
 
 def _cpu_backend(process_group: dist.ProcessGroup) -> str:
