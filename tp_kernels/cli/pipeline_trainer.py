@@ -26,6 +26,7 @@ from tp_kernels.layers import (
 )
 from tp_kernels.pipeline import Grid, PipelineCommunicator, PipelineRunner
 from tp_kernels.pipeline.generators import SCHEDULES
+from tp_kernels.pipeline.preparation import BESIDE_TENSORS
 from tp_kernels.pipeline.timeline import Recorder, Timeline
 
 VOCABULARY = 256
@@ -218,7 +219,7 @@ def train_alone(settings: Settings, path: Path | None, show: bool) -> Run:
 def _room(settings: Settings) -> int:
     """Shared memory between two ranks: tensor-parallel stages need room for what may be under way."""
     rows = -(-settings.batch // settings.micro_batches)
-    message = rows * settings.tokens * settings.hidden * 4 + 4096
+    message = rows * settings.tokens * settings.hidden * 4 + BESIDE_TENSORS
     lanes = 2 * len(settings.placement) // settings.stages
     return max(4 << 20, 4 * lanes * message)
 

@@ -21,6 +21,10 @@ from .micro_batches import cut, tensors_of
 from .schedule import Schedule
 from .stage import PipelineError
 
+BESIDE_TENSORS = (
+    32 << 10
+)  # bytes of a message in a ring: its description, and what is left of a cell
+
 
 class Work(NamedTuple):
     """One call, as this rank sees it: what its stages get, by micro-batch."""
@@ -71,7 +75,12 @@ class Schedules:
                 )
             if micro_batches < 1:
                 raise ShapeError(f"{micro_batches} micro-batches: there is at least one")
-            self._add(self._make(micro_batches))
+            made = self._make(micro_batches)
+            if made.micro_batches != micro_batches:
+                raise UnsupportedError(
+                    f"schedule({micro_batches}) made {made.name} of {made.micro_batches} micro-batches"
+                )
+            self._add(made)
         return self._made[micro_batches]
 
     def _add(self, schedule: Schedule) -> None:
@@ -119,9 +128,10 @@ def check_room(channel: PipelineCommunicator, value: Any, stage: int, other: int
     lanes = [(a, b) for a, b in steps + [(b, a) for a, b in steps] if (ranks[a], ranks[b]) == pair]
     under_way = channel.credits * len(lanes)
     nbytes = sum(tensor.nbytes for tensor in tensors_of(value))
-    if nbytes * under_way > channel.buffer_bytes:
+    needed = under_way * (nbytes + BESIDE_TENSORS)
+    if needed > channel.buffer_bytes:
         raise UnsupportedError(
-            f"pass buffer_bytes={nbytes * under_way} to PipelineCommunicator: {under_way} messages of "
+            f"pass buffer_bytes={needed} to PipelineCommunicator: {under_way} messages of "
             f"{nbytes} bytes may be under way from stage {stage} to stage {other}, both tensor parallel, "
             f"and there is room for {channel.buffer_bytes} bytes (fewer credits= need less)"
         )
