@@ -126,10 +126,13 @@ def schedule_of(name: str, ranks: int, micro_batches: int) -> Schedule:
 
 @contextmanager
 def pipeline(
-    stage_to_rank: Sequence[int] | None = None, timeout: float = 30.0, **options: Any
+    stage_to_rank: Sequence[int] | None = None,
+    timeout: float = 30.0,
+    provider: str = "auto",
+    **options: Any,
 ) -> Iterator[PipelineCommunicator]:
     with (
-        ParallelGroup(timeout=timeout) as group,
+        ParallelGroup(timeout=timeout, provider=provider) as group,
         PipelineCommunicator(group, stage_to_rank=stage_to_rank, **options) as channel,
     ):
         yield channel

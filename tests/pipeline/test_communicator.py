@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from random import Random
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from tp_kernels import ParallelGroup
+from tp_kernels import (
+    GroupMismatchError,
+    ParallelGroup,
+    RankError,
+    TpKernelsError,
+    UnsupportedError,
+)
+from tp_kernels.comm import barrier
 from tp_kernels.pipeline import PipelineCommunicator
+
+from .test_message import same
 
 PROVIDERS = ("host", "none")
 
 
 @contextmanager
-def pipeline(provider: str = "host", **options: Any) -> Iterator[PipelineCommunicator]:
+def pipeline(provider: str = "host", timeout: float = 30.0, **options: Any) -> Iterator[Any]:
     with (
-        ParallelGroup(provider=provider, timeout=20) as group,
+        ParallelGroup(provider=provider, timeout=timeout) as group,
         PipelineCommunicator(group, **options) as made,
     ):
         yield made
@@ -54,3 +67,460 @@ def there_and_back(provider: str) -> None:
                 assert number == mb and not gradient.requires_grad
                 if stage > 0:
                     comm.send_backward((gradient, number), micro_batch=mb)
+
+
+def payloads() -> list[Any]:
+    """Everything that may be sent; descriptions and tensors longer than cells, blocks and rings."""
+    random = Random(5)
+    x = torch.arange(24.0).view(2, 3, 4)
+    found: list[Any] = [
+        None, True, -(2**70), 1.5, "text", b"bytes", [], (), {}, {"a": {"b": (None, [1])}},
+        x, x.t() if x.dim() < 3 else x.transpose(0, 2), x[:, 1:], x[:, :, ::2], x[0, 0].expand(5, 4),
+        torch.tensor(3.0), torch.empty(0, 7), torch.empty(2, 0, requires_grad=True), torch.ones(1, 1),
+        torch.zeros(3, dtype=torch.bool), torch.arange(5), torch.ones(3, dtype=torch.float64),
+        torch.ones(4, 4, dtype=torch.bfloat16, requires_grad=True), torch.ones(2, dtype=torch.float16),
+        torch.ones(3, dtype=torch.complex64), torch.tensor([1j]).conj(), torch.tensor([1j]).conj().imag,
+        torch.ones(3).to(torch.float8_e4m3fn), torch.tensor([1, 2], dtype=torch.uint16),
+        torch.ones(2, 2, requires_grad=True), torch.ones([1] * 9),
+        (x, (x, {"again": x}), torch.empty(0)), "long " * 30_000, {i: torch.tensor(i) for i in range(200)},
+        [torch.rand(100, 100), torch.rand(300), "tail"],
+    ]  # fmt: skip
+    # Shapes that grow and shrink, around the sizes of cells and rings.
+    for size in (1, 4095, 8192, 8193, 100, 70_000, 0, 3):
+        found.append(torch.rand(size, generator=torch.Generator().manual_seed(size)))
+        found.append([torch.full((size,), random.randrange(100)), size])
+    return found
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_payloads(world, provider):
+    world(2).run(send_payloads, provider)
+
+
+def send_payloads(provider: str) -> None:
+    torch.manual_seed(0)
+    values = payloads()
+    with pipeline(provider, buffer_bytes=64 << 10) as comm:
+        for index, value in enumerate(values):
+            if comm.rank == 0:
+                comm.send_forward(value, micro_batch=index)
+                assert same(comm.recv_backward(micro_batch=index), value), index
+            else:
+                got = comm.recv_forward(micro_batch=index)
+                assert same(got, value), index
+                if isinstance(got, Tensor):
+                    assert got.is_contiguous() and got.is_leaf
+                comm.send_backward(got, micro_batch=index)
+        if comm.rank == 1:  # the same object is one tensor
+            a, (b, c) = comm.recv_from(0, tag="alias")
+            assert a is b is c["again"]
+        else:
+            x = torch.ones(3)
+            comm.send_to((x, (x, {"again": x})), 1, tag="alias")
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize(
+    ("size", "stage_to_rank"),
+    [
+        (2, (0, 1)), (2, (0, 1, 0, 1)), (2, (0, 1, 1, 0)), (2, (1, 1, 0)),
+        (3, (0, 1, 2)), (3, (0, 1, 2, 0, 1, 2)), (4, (0, 2, 1, 3)),
+    ],
+)  # fmt: skip
+def test_traffic(world, size, stage_to_rank, provider):
+    """Random values between all stages at once, with and without a ring, and received in any order."""
+    for ring in (False, True):
+        world(size).run(random_traffic, provider, stage_to_rank, ring)
+
+
+def random_traffic(provider: str, stage_to_rank: tuple[int, ...], ring: bool) -> None:
+    shared = Random(3)
+    stages, micro_batches = len(stage_to_rank), 8
+
+    def value_of(stage: int, direction: str, mb: int) -> Any:
+        size = Random(hash((stage, len(direction), mb))).choice((0, 3, 1000, 20_000))
+        return (
+            [torch.full((size,), float(mb)), stage, direction, mb]
+            if mb % 2
+            else torch.full((size,), 7.0 * stage)
+        )
+
+    with pipeline(provider, stage_to_rank=stage_to_rank, ring=ring, buffer_bytes=32 << 10) as comm:
+        own = Random(comm.rank)
+        # In every window all stages send first, then receive what was sent to them, in an order of their own.
+        for window in range(0, micro_batches, 4):
+            mbs = [shared.randrange(1000) * 8 + mb for mb in range(window, window + 4)]
+            awaited = []
+            for stage in comm.my_stages:
+                for mb in mbs:
+                    if ring or stage < stages - 1:
+                        comm.send_forward(
+                            value_of(stage, "forward", mb), micro_batch=mb, stage=stage
+                        )
+                    if ring or stage > 0:
+                        comm.send_backward(
+                            value_of(stage, "backward", mb), micro_batch=mb, stage=stage
+                        )
+                    if ring or stage > 0:
+                        awaited.append((stage, "forward", mb))
+                    if ring or stage < stages - 1:
+                        awaited.append((stage, "backward", mb))
+            own.shuffle(awaited)
+            for stage, direction, mb in awaited:
+                if own.random() < 0.2:
+                    comm.progress()
+                receive = comm.recv_forward if direction == "forward" else comm.recv_backward
+                source = (stage - 1 if direction == "forward" else stage + 1) % stages
+                assert same(receive(micro_batch=mb, stage=stage), value_of(source, direction, mb))
+        assert all(lane["wait"] >= 0 for lane in comm.statistics.values())
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize(("size", "ring"), [(2, False), (2, True), (3, True), (3, False)])
+def test_all_send_first(world, size, ring, provider):
+    """Messages much longer than the rings, in both directions at once, more of them than credits."""
+    world(size).run(send_first, provider, ring)
+
+
+def send_first(provider: str, ring: bool) -> None:
+    count = 6
+    with pipeline(provider, ring=ring, buffer_bytes=16 << 10, credits=2) as comm:
+        stage, last = comm.rank, comm.stages - 1
+        x = torch.full((30_000,), float(stage))
+        ahead, behind = ring or stage < last, ring or stage > 0
+        for mb in range(count):
+            # Two are under way and two are queued: further sends wait, and take in messages meanwhile.
+            if mb >= 4 and behind:
+                assert comm.recv_forward(micro_batch=mb - 4)[0] == (stage - 1) % comm.stages
+            if mb >= 4 and ahead:
+                assert comm.recv_backward(micro_batch=mb - 4)[0] == (stage + 1) % comm.stages
+            if ahead:
+                comm.send_forward(x, micro_batch=mb)
+            if behind:
+                comm.send_backward(x, micro_batch=mb)
+        for mb in range(count - 4, count):
+            if behind:
+                assert comm.recv_forward(micro_batch=mb)[-1] == (stage - 1) % comm.stages
+            if ahead:
+                assert comm.recv_backward(micro_batch=mb)[-1] == (stage + 1) % comm.stages
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_combined_calls(world, provider):
+    world(2).run(combined, provider)
+
+
+def combined(provider: str) -> None:
+    with pipeline(provider, ring=True) as comm:
+        x = torch.full((3,), float(comm.rank))
+        calls = (
+            comm.send_forward_recv_backward,
+            comm.send_backward_recv_forward,
+            comm.send_forward_recv_forward,
+            comm.send_backward_recv_backward,
+        )
+        for call in calls[2:]:
+            got = call(x, send_micro_batch=4 + comm.rank, recv_micro_batch=5 - comm.rank)
+            assert got.tolist() == [1.0 - comm.rank] * 3
+        first = calls[comm.rank]  # one sends forward where the other receives forward
+        assert first(x, send_micro_batch=0, recv_micro_batch=0)[0] == 1 - comm.rank
+        comm.post_forward(micro_batch=1)
+        comm.post_backward(micro_batch=1)
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_credits(world, provider):
+    world(2).run(use_credits, provider)
+
+
+def use_credits(provider: str) -> None:
+    """The receiver holds at most `credits` messages, whatever the sender does, unless it asks for one behind
+    them."""
+    credits = 3
+    with pipeline(provider, credits=credits) as comm:
+        if comm.rank == 0:
+            for mb in range(2 * credits):
+                comm.send_forward(torch.tensor(float(mb)), micro_batch=mb)
+        barrier(comm.group)
+        box, give_up = comm._exchange.mailbox, time.monotonic() + 10
+        while (
+            comm.rank == 1 and sum(map(len, box.values())) < credits and time.monotonic() < give_up
+        ):
+            comm.progress()
+        barrier(comm.group)
+        for _ in range(100):
+            comm.progress()
+        assert sum(map(len, box.values())) == credits * comm.rank
+        barrier(comm.group)
+        if comm.rank == 1:
+            comm.recv_forward(micro_batch=1)
+            assert [comm.recv_forward(micro_batch=mb).item() for mb in (5, 4, 3, 2, 0)] == [
+                5,
+                4,
+                3,
+                2,
+                0,
+            ]
+            assert all(comm.recv_forward(micro_batch=mb).item() == mb for mb in range(6, 40))
+        else:
+            lane = comm._lane(True, 0, 0)
+            for mb in range(6, 40):
+                comm.send_forward(torch.tensor(float(mb)), micro_batch=mb)
+                assert len(lane.waiting) <= credits and lane.in_flight <= credits
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_the_same_micro_batch_again(world, provider):
+    """In the next step micro-batch 0 is another one; both may be under way."""
+    world(2).run(repeat, provider)
+
+
+def repeat(provider: str) -> None:
+    with pipeline(provider) as comm:
+        for step in range(3):
+            if comm.rank == 0:
+                comm.send_forward(step, micro_batch=0)
+            elif step == 2:
+                assert [comm.recv_forward(micro_batch=0) for _ in range(3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_between_any_ranks(world, provider):
+    world(4).run(to_all, provider)
+
+
+def to_all(provider: str) -> None:
+    """Several tags, taken in another order; ranks that are no neighbours; this rank itself."""
+    with pipeline(provider) as comm:
+        rank, size = comm.rank, comm.group.size
+        for to in range(size):
+            for number in range(6):
+                comm.send_to(
+                    {"from": rank, "x": torch.full((9000 * number,), rank)}, to, tag=f"{number}"
+                )
+        for number in (5, 0, 1, 4, 3, 2):
+            for source in range(size):
+                got = comm.recv_from(source, tag=f"{number}")
+                assert got["from"] == source and got["x"].tolist() == [source] * 9000 * number
+        for step in range(40):  # tags that never come again leave nothing behind
+            comm.send_to(step, (rank + 1) % size, tag=f"step {step}")
+            assert comm.recv_from((rank - 1) % size, tag=f"step {step}") == step
+        comm.flush()
+        barrier(comm.group)
+        comm.progress()
+        assert len(comm._exchange._named) <= 4
+        barrier(comm.group)
+
+
+def test_stages_of_one_rank(world):
+    world(2).run(hand_over)
+
+
+def hand_over() -> None:
+    """No copy, detached; nobody to wait for."""
+    with pipeline(stage_to_rank=(0, 0, 1)) as comm:
+        if comm.rank == 1:
+            assert comm.recv_forward(micro_batch=0).tolist() == [2, 2]
+            return
+        x = torch.ones(2, requires_grad=True)
+        y = x * 2
+        comm.send_forward({"y": y, "n": 1}, micro_batch=0, stage=0)
+        got = comm.recv_forward(micro_batch=0, stage=1)
+        assert got["y"].data_ptr() == y.data_ptr() and got["y"].is_leaf and got["y"].requires_grad
+        comm.send_forward(got["y"].detach(), micro_batch=0, stage=1)
+        with pytest.raises(
+            UnsupportedError, match=r"stage=None on rank 0, which has stages \[0, 1\]"
+        ):
+            comm.send_forward(y, micro_batch=1)
+        comm.flush()
+
+
+def test_one_process():
+    with ParallelGroup() as group, PipelineCommunicator(group, stage_to_rank=(0, 0)) as comm:
+        comm.send_forward(torch.ones(2), micro_batch=0, stage=0)
+        comm.send_to(5, 0, tag="t")
+        assert comm.recv_forward(micro_batch=0, stage=1).tolist() == [1, 1]
+        assert comm.recv_from(0, tag="t") == 5
+        comm.flush()
+        comm.progress()
+        assert "stages [0, 1] of 2 on rank 0 of 1: local" in repr(comm)
+        text = (
+            r"stage 1 on rank 0 waits for forward .*, which has not sent it and runs on this rank"
+        )
+        with pytest.raises(GroupMismatchError, match=text):
+            comm.recv_forward(micro_batch=1, stage=1)
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_what_is_refused(world, provider):
+    world(2).run(refuse, provider)
+
+
+def refuse(provider: str) -> None:
+    """Nothing is sent or lost by it, and the pipeline goes on."""
+    with pipeline(provider) as comm:
+        here, x = comm.rank, torch.ones(2)
+        wrong_end = comm.send_forward if here else comm.send_backward
+        refused = {
+            f"stage {here} of 2 has no {'next' if here else 'previous'} stage": lambda: wrong_end(
+                x, micro_batch=0
+            ),
+            f"send_forward: stage=5 on rank {here}, which has stages .{here}.": lambda: (
+                comm.send_forward(x, micro_batch=0, stage=5)
+            ),
+            "micro_batch=-1: use": lambda: (comm.send_backward if here else comm.send_forward)(
+                x, micro_batch=-1
+            ),
+            "micro_batch=4294967296": lambda: (comm.recv_forward if here else comm.recv_backward)(
+                micro_batch=1 << 32
+            ),
+            "type builtins.set": lambda: (comm.send_backward if here else comm.send_forward)(
+                {1}, micro_batch=0
+            ),
+            "send_to: rank 2 is not in the group of 2": lambda: comm.send_to(x, 2, tag=""),
+            "recv_from: rank -1 is not": lambda: comm.recv_from(-1, tag=""),
+        }
+        for text, call in refused.items():
+            with pytest.raises(UnsupportedError, match=text):
+                call()
+        if here == 0:
+            comm.send_forward(x, micro_batch=0)
+        else:
+            assert comm.recv_forward(micro_batch=0).tolist() == [1, 1]
+        comm.close()
+        comm.close()
+        with pytest.raises(UnsupportedError, match=r"send: this pipeline of .* is closed"):
+            (comm.send_backward if here else comm.send_forward)(x, micro_batch=0)
+
+
+def test_arguments_that_differ(world):
+    for options in (
+        [{"credits": 2}, {"credits": 3}],
+        [{"stage_to_rank": (0, 1)}, {"stage_to_rank": (1, 0)}],
+        [{"ring": False}, {"ring": True}],
+        [{"buffer_bytes": 8192}, {"buffer_bytes": 4096}],
+    ):
+        name = next(iter(options[0]))
+        for rank, text in enumerate(world(2).run(construct, options)):
+            kind, message = text.split(": ", 1)
+            assert kind == "GroupMismatchError"
+            assert (
+                message.startswith(f"ranks {rank} and {1 - rank} of 'tp_kernels:")
+                and f"{name}=" in message
+            )
+
+
+def construct(options: list[dict[str, Any]]) -> str:
+    with ParallelGroup(timeout=20) as group, pytest.raises(TpKernelsError) as caught:
+        PipelineCommunicator(group, **options[group.rank])
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_arguments_that_make_no_sense(world):
+    for options, text in (
+        ({"stage_to_rank": (0, 2)}, r"ShapeError: stage_to_rank=\(0, 2\): use ranks from 0 to 1"),
+        ({"stage_to_rank": ()}, "ShapeError"),
+        ({"credits": 0}, "UnsupportedError: 2 stages, credits=0"),
+        ({"credits": 256}, "credits=256"),
+        ({"buffer_bytes": 10}, "buffer_bytes=10"),
+        (
+            {"buffer_bytes": 1 << 50},
+            r"does not fit: \d+ bytes are free.*; pass buffer_bytes=\d+, or make",
+        ),
+    ):
+        for outcome in world(2).run(construct, [options, options]):
+            assert re.search(text, outcome), outcome
+
+
+def test_a_tensor_that_changes_before_it_has_left(world):
+    with pytest.raises(RankError) as caught:
+        world(2).run(change_early)
+    error = caught.value.outcomes[0]
+    assert isinstance(error, UnsupportedError)
+    assert (
+        "a tensor of forward of micro-batch 0 from stage 0 on rank 0 to stage 1 on rank 1 was changed"
+        in str(error)
+    )
+
+
+def change_early() -> None:
+    with pipeline(buffer_bytes=8192, timeout=5) as comm:
+        if comm.rank == 0:
+            small, large = torch.zeros(10), torch.zeros(100_000)
+            for mb in range(2):
+                comm.send_forward(small, micro_batch=100 + mb)
+                comm.flush()
+                small += 1  # it has left
+            comm.send_forward(large, micro_batch=0)
+            large += 1
+            comm.flush()
+        else:
+            assert [comm.recv_forward(micro_batch=100 + mb)[0].item() for mb in range(2)] == [0, 1]
+            comm.recv_forward(micro_batch=0)
+            comm.recv_forward(micro_batch=1)
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_messages_that_nobody_receives(world, provider):
+    with pytest.raises(RankError) as caught:
+        world(2).run(send_too_many, provider)
+    assert isinstance(caught.value.outcomes[1], GroupMismatchError)
+    assert re.search(
+        "rank 1 closes its pipeline with 2 messages that arrived and were not received: forward of "
+        "micro-batch 1 from stage 0 on rank 0 to stage 1 on rank 1, 'x' from rank 0",
+        str(caught.value.outcomes[1]),
+    )
+
+
+def send_too_many(provider: str) -> None:
+    with pipeline(provider, timeout=10) as comm:
+        if comm.rank == 0:
+            for mb in range(2):
+                comm.send_forward(mb, micro_batch=mb)
+            comm.send_to(1, 1, tag="x")
+        else:
+            comm.recv_forward(micro_batch=0)
+        comm.flush()
+        barrier(comm.group)
+
+
+class Log:
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
+
+    def record(self, *event: Any) -> None:
+        self.events.append(event)
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_what_is_recorded(world, provider):
+    sender, receiver = world(2).run(record, provider)
+    assert [event[:3] + event[5:] for event in sender] == [
+        ("SEND_F", 0, 3, 400), ("WAIT_B", 0, 3), ("RECV_B", 0, 3, 8),
+    ]  # fmt: skip
+    assert [event[:3] + event[5:] for event in receiver] == [
+        ("WAIT_F", 1, 3), ("RECV_F", 1, 3, 400), ("SEND_B", 1, 3, 8),
+    ]  # fmt: skip
+    assert all(event[3] <= event[4] for event in sender + receiver)
+
+
+def record(provider: str) -> Any:
+    log = Log()
+    with pipeline(provider, recorder=log) as comm:
+        barrier(comm.group)
+        if comm.rank == 0:
+            comm.send_forward(torch.ones(100), micro_batch=3)
+            comm.recv_backward(micro_batch=3)
+            name = "send forward from stage 0 on rank 0 to stage 1 on rank 1"
+            assert comm.statistics[name] == {"messages": 1, "bytes": 400, "wait": 0.0}
+            assert comm.seconds > 0 and comm.group.stats()["seconds"] >= comm.seconds
+        else:
+            comm.recv_forward(micro_batch=3)
+            comm.send_backward((torch.ones(1, dtype=torch.float64), 1), micro_batch=3)
+        how = (
+            "process group (gloo), because provider='none'"
+            if provider == "none"
+            else "host (rings of 4 MiB"
+        )
+        assert how in comm.explain()
+        return log.events

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tp_kernels import PeerLostError, ShapeError
+from tp_kernels import GroupMismatchError, PeerLostError, ShapeError
 from tp_kernels.layers import (
     ColumnParallelLinear,
     LayerNorm,
@@ -129,6 +129,23 @@ def tensor_parallel(name: str, sequence_parallel: bool, delay: bool, main: bool)
             assert "up.weight: later (delay_wgrad=True)" in runner.explain()
 
 
+def messages_that_do_not_fit() -> None:
+    """Of tensor-parallel stages: refused with the size that is needed, which then works."""
+    with Grid(2, tensor=2, timeout=10) as grid:
+        x = torch.zeros(4, 64, 8, dtype=torch.float64)
+        with PipelineCommunicator(grid.pipeline, buffer_bytes=1 << 18) as channel:
+            own = Divided(grid.tensor, False, False, torch.float64)
+            runner = PipelineRunner(own, "gpipe", channel, squares, micro_batches=1)
+            runner.step(x, target=x)
+            x = torch.cat([x, x, x])
+            with pytest.raises((PipelineError, PeerLostError), match="buffer_bytes=327680"):
+                runner.step(x, target=x)
+
+
+def test_messages_that_do_not_fit(world) -> None:
+    world(4).run(messages_that_do_not_fit)
+
+
 def test_tensor_parallel_stages(world) -> None:
     for name in ("one_f_one_b", "zero_bubble_h1"):
         for sequence_parallel, delay, main in (
@@ -188,6 +205,58 @@ def test_replicas(world) -> None:
         ("gpipe", "sum", False),
     ):
         world(4).run(replicas, name, scale, main)
+
+
+def without_flush(scale: str) -> None:
+    """PipeDream on 2 stages x 2 replicas: one pipeline whose micro-batches are those of both together."""
+    with Grid(2, data=2, timeout=30) as grid, PipelineCommunicator(grid.pipeline) as channel:
+        torch.manual_seed(0)
+        stages = [nn.Linear(8, 8, dtype=torch.float64) for _ in range(2)]
+        x, target = (torch.randn(6, 4, 8, dtype=torch.float64) for _ in range(2))
+        sums = scale == "token"
+        own, kept = [], []
+        for replicas in (1, 2):
+            own = mine(stages, channel)
+            optimizer = torch.optim.SGD(own[0].parameters(), 0.5)
+            runner = PipelineRunner(
+                own,
+                "pipedream",
+                channel,
+                lambda y, t: (y - t).square().sum() if sums else (y - t).square().mean(),
+                micro_batches=3,
+                scale=scale,
+                count=torch.numel if sums else None,
+                optimizer=optimizer,
+                data_parallel=grid.data if replicas == 2 else None,
+            )
+            rows = slice(None) if replicas == 1 else slice(grid.data.rank, None, 2)
+            batch, wanted = (MicroBatches([part[rows] for part in t.split(2)]) for t in (x, target))
+            losses = runner.step(batch, target=wanted)
+            kept.append((losses.total, [p.detach() for p in own[0].parameters()]))
+        assert kept[0][0] == pytest.approx(kept[1][0], rel=1e-12)
+        for p, q, r in zip(kept[0][1], kept[1][1], stages[channel.rank].parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
+            assert not torch.equal(p, r)
+
+
+def test_without_flush(world) -> None:
+    for scale in ("micro_batch", "token"):
+        world(4).run(without_flush, scale)
+
+
+def unequal_replicas() -> None:
+    with Grid(2, data=2, timeout=10) as grid, PipelineCommunicator(grid.pipeline) as channel:
+        runner = PipelineRunner(
+            mine(make_stages(2), channel), "gpipe", channel, mean_loss, data_parallel=grid.data
+        )
+        batch, target = make_batch(4)
+        with pytest.raises(GroupMismatchError, match=r"replicas run equally many"):
+            runner.step(*batch, target=target, micro_batches=2 + grid.data.rank)
+        runner.step(*batch, target=target, micro_batches=2)
+
+
+def test_unequal_replicas(world) -> None:
+    world(4).run(unequal_replicas)
 
 
 def a_replica_that_cannot() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from tp_kernels.pipeline.generators import SCHEDULES
 from tp_kernels.pipeline.runner import PipelineRunner
-from tp_kernels.pipeline.schedule import Schedule
+from tp_kernels.pipeline.schedule import Action, Kind, Schedule, lay_out
 
 from .stages import (
     check_gradients,
@@ -67,3 +67,50 @@ def test_equals_one_process(world, name: str, ranks: int) -> None:
     """fp64, the same bits: all published schedules run the backwards of a stage in order."""
     for exact in world(ranks).run(every_count, name, ranks):
         assert all(exact)
+
+
+def other_orders() -> None:
+    """Backwards in the reverse order: the same sums in another order."""
+    stages = make_stages(2)
+    with pipeline() as channel:
+        m = 5
+        orders = [
+            [
+                *(Action(s, Kind.F, k) for k in range(m)),
+                *(Action(s, Kind.B, k) for k in reversed(range(m))),
+            ]
+            for s in range(2)
+        ]
+        made = lay_out("reversed", orders, [0, 1], m)
+        assert not in_order(made)
+        own = mine(stages, channel)
+        batch, target = make_batch(7)
+        expected = one_process(stages, batch, target, m)
+        # through its CSV, as a schedule of one's own arrives
+        read = Schedule.from_csv(made.to_csv(), name="reversed")
+        losses = PipelineRunner(own, read, channel, mean_loss).step(*batch, target=target)
+        assert losses.each == tuple(expected)
+        check_gradients(own[0], stages[channel.rank], exact=False)
+
+
+def test_other_orders(world) -> None:
+    world(2).run(other_orders)
+
+
+def through_a_process_group(name: str) -> None:
+    placement = schedule_of(name, 2, 1).stage_to_rank
+    stages = make_stages(len(placement))
+    with pipeline(placement, provider="none") as channel:
+        own = mine(stages, channel)
+        batch, target = make_batch(9)
+        expected = one_process(stages, batch, target, 4)
+        runner = PipelineRunner(own, name, channel, mean_loss, micro_batches=4)
+        assert runner.step(*batch, target=target).each == tuple(expected)
+        for index, stage in zip(channel.my_stages, own, strict=True):
+            check_gradients(stage, stages[index])
+        assert runner.eval(*batch, target=target).each == tuple(expected)
+
+
+def test_through_a_process_group(world) -> None:
+    for name in ("one_f_one_b", "zero_bubble_v"):
+        world(2).run(through_a_process_group, name)

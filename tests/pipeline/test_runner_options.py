@@ -13,10 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tp_kernels import GroupMismatchError, ParallelGroup, ShapeError, UnsupportedError
+from tp_kernels import (
+    GroupMismatchError,
+    ParallelGroup,
+    PeerLostError,
+    ShapeError,
+    UnsupportedError,
+)
 from tp_kernels.layers import ColumnParallelLinear, RandomStreams
 from tp_kernels.pipeline import MicroBatches, PipelineError, PipelineRunner, Whole
-from tp_kernels.pipeline.generators import forward_only, one_f_one_b, zero_bubble_h1
+from tp_kernels.pipeline.generators import forward_only, gpipe, one_f_one_b, zero_bubble_h1
 from tp_kernels.pipeline.micro_batches import cut
 from tp_kernels.pipeline.timeline import Recorder
 
@@ -225,6 +231,36 @@ def odd_values() -> None:
             one_process(stages, (x,), target, 3, squares)
             PipelineRunner(own, name, channel, squares).step(x, target=target, micro_batches=3)
             check_gradients(own[0], stages[channel.rank])
+
+
+class InPlace(nn.Module):
+    """Overwrites what it gets and what it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(1.5)
+        return self.a(x).tanh_()
+
+
+def in_place() -> None:
+    """Stages that begin with an operation in place, on other ranks and on the same."""
+    for placement, name in (([0, 1], "gpipe"), ([0, 1, 1, 0], "zero_bubble_v")):
+        with pipeline(placement) as channel:
+            torch.manual_seed(0)
+            stages = [Plain().double(), *(InPlace() for _ in placement[1:])]
+            own = mine(stages, channel)
+            x, target = numbers(6)
+            runner = PipelineRunner(own, name, channel, squares, micro_batches=3)
+            if name == "gpipe":
+                one_process(stages, (x,), target, 3, squares)
+                runner.step(x, target=target)
+                check_gradients(own[0], stages[channel.rank])
+            else:  # stage 1 needs the output that stage 2 overwrites on the same rank: noticed
+                with pytest.raises((PipelineError, PeerLostError), match="inplace operation"):
+                    runner.step(x, target=target)
 
 
 def cut_already() -> None:
@@ -463,14 +499,21 @@ def refusals() -> None:
         with pytest.raises(UnsupportedError, match=r"DistributedDataParallel.*data_parallel=group"):
             PipelineRunner(wrapped, "gpipe", channel)
 
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+        divided = torch.distributed.fsdp.fully_shard(copy.deepcopy(own[0]), mesh=mesh)
+        with pytest.raises(UnsupportedError, match=r"FSDP.*data_parallel=group"):
+            PipelineRunner(divided, "gpipe", channel)
+
         runner = PipelineRunner(own, "gpipe", channel, squares)
         fixed = PipelineRunner(own, zero_bubble_h1(2, 3), channel, squares)
         inference = PipelineRunner(own, forward_only(2, 2), channel, squares)
+        other_number = PipelineRunner(own, lambda m: gpipe(2, 3), channel, squares)
         mine_or = lambda kind, mine: kind if mine else PipelineError
         for kind, words, function, options in (
             (UnsupportedError, "into how many micro-batches", runner.step, {}),
-            (ShapeError, "-1 micro-batches", runner.step, {"micro_batches": -1}),
+            (ShapeError, "0 micro-batches", runner.step, {"micro_batches": 0}),
             (UnsupportedError, "has no backward", inference.step, {}),
+            (UnsupportedError, "made gpipe of 3 micro-", other_number.step, {"micro_batches": 2}),
             (UnsupportedError, "schedule zero_bubble_h1 is of 3", fixed.step, {"micro_batches": 2}),
             (ShapeError, "4 rows for 5", runner.step, {"micro_batches": 5}),
         ):
@@ -520,6 +563,7 @@ TWO = [
     scales,
     token_scale_is_the_full_batch,
     outputs_and_evaluation,
+    in_place,
     cut_already,
     accumulation,
     hooks,

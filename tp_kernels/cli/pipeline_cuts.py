@@ -16,6 +16,7 @@ from tp_kernels.bench.report import new_table
 from tp_kernels.pipeline.plan import LayerCost, Plan, seconds
 
 from .progress import converted, progress_bars
+from .worker import Source, loaded
 
 
 @dataclass(frozen=True)
@@ -35,17 +36,18 @@ def try_cuts(
     plan: Plan,
     batch: tuple[int, int],
     rounds: int,
+    threads: int = 1,
 ) -> float:
     """Print micro-batches per second of every cut; returns that of the plan, divided by the best.
 
-    Two ranks with a thread each run forwards that fill the pipe. A stage on a slow device sleeps, after its
-    computation, for as long as that device would still compute.
+    Two ranks with so many threads each run forwards that fill the pipe. A stage on a slow device sleeps,
+    after its computation, for as long as that device would still compute.
     """
     fastest = max(stage.speed for stage in plan.stages)
     slowdowns = tuple(fastest / stage.speed for stage in plan.stages)
     cuts = range(1, len(costs))
     measured: dict[int, list[float]] = {cut: [] for cut in cuts}
-    with progress_bars() as bars, Ranks(2, threads=1) as ranks:
+    with progress_bars() as bars, Ranks(2, threads=threads) as ranks:
         trial = Trial(converted(model, bars), slowdowns, batch, plan.micro_batches)
         task = bars.add_task("trying cuts", total=len(cuts) * (rounds + 1))
         for turn in range(rounds + 1):
@@ -98,11 +100,7 @@ def seconds_of_cut(trial: Trial, bounds: tuple[int, ...]) -> float:
     from tp_kernels.pipeline.runner import PipelineRunner
 
     if trial.checkpoint not in _state:
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(
-            trial.checkpoint, dtype=torch.float32, local_files_only=True
-        ).eval()
+        model, _ = loaded(Source(trial.checkpoint, plain=True))
         group = ParallelGroup(timeout=120)
         _state[trial.checkpoint] = model, PipelineCommunicator(group)
     model, channel = _state[trial.checkpoint]
@@ -119,11 +117,13 @@ def seconds_of_cut(trial: Trial, bounds: tuple[int, ...]) -> float:
     stage.register_forward_pre_hook(start)
     stage.register_forward_hook(slow_down)
     rows, tokens = trial.batch
-    words = torch.Generator().manual_seed(1)
-    ids = torch.randint(1, 1000, (rows * trial.micro_batches, tokens), generator=words)
+    draw = torch.Generator().manual_seed(1)
+    words = model.config.get_text_config().vocab_size
+    ids = torch.randint(0, words, (rows * trial.micro_batches, tokens), generator=draw)
     runner = PipelineRunner(stage, "forward_only", channel, micro_batches=trial.micro_batches)
     barrier(channel.group)
     begin = perf_counter()
     runner.forward(ids)
+    channel.flush()  # nothing moves on while this rank waits in the barrier
     barrier(channel.group)
     return perf_counter() - begin

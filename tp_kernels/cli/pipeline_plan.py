@@ -132,12 +132,12 @@ def plan(
     if bandwidth is None and latency:
         raise UnsupportedError("--latency is that of a link: give its --bandwidth as well")
     mode = "train" if schedule != "forward_only" else "decode" if decode else "prefill"
-    measured = None
-    if costs is None:
-        measured = _measure(
-            model, "forward" if try_all else mode, batch, sequence, repeats, threads or try_all
-        )
-    found = measured or _read(costs)
+    if costs is not None:
+        found = _read(costs)
+    else:
+        if try_all:  # as the ranks that will run the cuts
+            mode, threads = "forward", threads or 1
+        found = _measure(model, mode, batch, sequence, repeats, threads)
     if save_costs is not None:
         save_costs.write_text(json_format.dumps([asdict(cost) for cost in found], indent=1) + "\n")
     factors = None if speeds is None else _numbers("--speeds", speeds)
@@ -169,13 +169,14 @@ def plan(
     if try_all:
         from .pipeline_cuts import try_cuts
 
-        try_cuts(console, model, found, made, (batch, sequence), rounds or 3)
+        try_cuts(console, model, found, made, (batch, sequence), rounds or 3, threads or 1)
 
 
 def _measure(
     model: str, mode: str, batch: int, sequence: int, repeats: int, threads: int | None
 ) -> list[LayerCost]:
     import torch
+    from transformers import AutoConfig
 
     from tp_kernels.pipeline.causal_lm import load_units
     from tp_kernels.pipeline.profile import profile_units
@@ -188,20 +189,20 @@ def _measure(
         only_config = (Path(model) / "config.json").is_file()
         source = Path(model) if only_config else converted(model, bars)
         task = bars.add_task("measuring units", total=None)
-        words = torch.Generator().manual_seed(0)
+        draw = torch.Generator().manual_seed(0)
+        words = AutoConfig.from_pretrained(source).get_text_config().vocab_size
         return profile_units(
             load_units(source),
-            torch.randint(1, 1000, (batch, sequence), generator=words),
+            torch.randint(0, words, (batch, sequence), generator=draw),
             mode=mode,
             repeats=repeats,
             progress=lambda done, _: bars.update(task, completed=done),
         )
 
 
-def _read(path: Path | None) -> list[LayerCost]:
+def _read(path: Path) -> list[LayerCost]:
     from tp_kernels.pipeline.plan import LayerCost
 
-    assert path is not None
     try:
         return [LayerCost(**fields) for fields in json_format.loads(path.read_text())]
     except (OSError, ValueError, TypeError) as error:

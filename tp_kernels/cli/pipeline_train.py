@@ -45,8 +45,12 @@ def train(
     tokens: Annotated[int, typer.Option(min=1, help="Bytes of a row.")] = 64,
     batch: Annotated[int, typer.Option(min=1, help="Rows of a batch.")] = 16,
     tied: Annotated[
-        bool, typer.Option(help="One weight for the embedding and the head, on two stages.")
-    ] = True,
+        bool | None,
+        typer.Option(
+            help="One weight for the embedding and the head, on two stages. Default: yes, but not with "
+            "pipedream, which cannot."
+        ),
+    ] = None,
     checkpoint: Annotated[
         bool, typer.Option("--checkpoint", help="Compute activations again in the backward.")
     ] = False,
@@ -92,8 +96,6 @@ def train(
             f"--schedule {schedule}: schedules that train are {', '.join(known)}"
         )
     updates = schedule == "pipedream"
-    if updates and tied:
-        tied = False
     if updates and check:
         raise UnsupportedError(
             "--check: pipedream updates after every micro-batch, with gradients of older weights, so it does "
@@ -111,7 +113,7 @@ def train(
         heads,
         tokens,
         batch,
-        tied,
+        not updates if tied is None else tied,
         checkpoint,
         learning_rate,
         seed,

@@ -26,6 +26,7 @@ from tp_kernels.layers import (
 )
 from tp_kernels.pipeline import Grid, PipelineCommunicator, PipelineRunner
 from tp_kernels.pipeline.generators import SCHEDULES
+from tp_kernels.pipeline.preparation import BESIDE_TENSORS
 from tp_kernels.pipeline.timeline import Recorder, Timeline
 
 VOCABULARY = 256
@@ -68,7 +69,6 @@ class Run:
     losses: list[float]
     seconds: float
     timeline: Timeline | None = None
-    predicted: Timeline | None = None
     explained: str = ""
 
 
@@ -179,8 +179,7 @@ def train(settings: Settings, path: Path | None, show: bool) -> Run:
             ids, target = batch(text, settings, step, grid.data.rank)
             recorder.clear()
             told = runner.step(ids, target=target)
-            # Without a flush, the loss of a step is a sum of those of its micro-batches.
-            losses.append(told.total if flush else told.total / settings.micro_batches)
+            losses.append(told.total)
             if flush:
                 runner.clip_grad_norm_(1.0)
                 start = recorder.now()
@@ -220,7 +219,7 @@ def train_alone(settings: Settings, path: Path | None, show: bool) -> Run:
 def _room(settings: Settings) -> int:
     """Shared memory between two ranks: tensor-parallel stages need room for what may be under way."""
     rows = -(-settings.batch // settings.micro_batches)
-    message = rows * settings.tokens * settings.hidden * 4 + 4096
+    message = rows * settings.tokens * settings.hidden * 4 + BESIDE_TENSORS
     lanes = 2 * len(settings.placement) // settings.stages
     return max(4 << 20, 4 * lanes * message)
 

@@ -171,17 +171,20 @@ class Exchange:
             self._start(peer, outgoing)
 
     def flush(self) -> None:
-        """Wait until nothing that was sent is in this rank's memory."""
+        """Wait until nothing that was sent is in this rank's memory.
+
+        Credits may be left: who has taken all messages of a peer owes it nothing that it waits for.
+        """
         for peer in self._peers.values():
-            while peer.busy or peer.queue or peer.owing:
+            while peer.leaving is not None or peer.queue:
                 self._await_move(peer)
 
     def _await_move(self, peer: Peer) -> None:
         before = peer.moved
 
         def what() -> str:
-            first = peer.leaving or (peer.queue[0].waiting[0] if peer.queue else "credits")
-            return f"rank {self.group.rank} cannot send {first}"
+            first = peer.leaving or peer.queue[0].waiting[0]
+            return f"{first.lane.sender} cannot send {first}"
 
         self.wait("flush", None, lambda: peer.moved != before, what, peer.rank)
 
@@ -197,6 +200,8 @@ class Exchange:
 
     def deliver(self, key: Any, value: Any, lane: Lane | None = None, nbytes: int = 0) -> None:
         """Put a value where `take` finds it."""
+        if lane is not None:
+            lane.held += 1
         box = self.mailbox.get(key)
         if box is None:
             self.mailbox[key] = deque(((lane, value, nbytes),))
@@ -210,23 +215,37 @@ class Exchange:
         if not box:
             del self.mailbox[key]
         if lane is not None and lane.peer != self.group.rank:
-            lane.owed += 1
-            if lane.owed >= (max(1, self.credits // 2) if lane.kind == STAGE else 1):
-                peer = self._peers[lane.peer]
-                peer.owing[lane] = None
-                self._advance(peer)
+            lane.held -= 1
+            if lane.extra:
+                lane.extra -= 1
+            else:
+                lane.owed += 1
+                if lane.owed >= (max(1, self.credits // 2) if lane.kind == STAGE else 1):
+                    self._repay(lane)
         return value, nbytes
 
     def receive(self, lane: Lane, micro_batch: int, key: int) -> tuple[Any, int]:
         """Wait for a message of `lane`, whose key in the mailbox is `key`: value, bytes."""
         if key not in self.mailbox:
-            self.wait(
-                "recv",
-                lane,
-                partial(self.mailbox.__contains__, key),
-                partial(self.missing, lane, micro_batch),
-            )
+            what = partial(self.missing, lane, micro_batch)
+            self.wait("recv", lane, partial(self._there, key, lane), what)
         return self.take(key)
+
+    def _there(self, key: int, lane: Lane) -> bool:
+        if key in self.mailbox:
+            return True
+        if lane.held + lane.owed >= self.credits + lane.extra:
+            # The sender has no credit, perhaps for the very message that is asked for.
+            if not lane.owed:
+                lane.owed = 1
+                lane.extra += 1
+            self._repay(lane)
+        return False
+
+    def _repay(self, lane: Lane) -> None:
+        peer = self._peers[lane.peer]
+        peer.owing[lane] = None
+        self._advance(peer)
 
     def _arrived_tensor(self, tag: int, tensor: Tensor, nbytes: int) -> None:
         """Only messages between stages are of one tensor: those of a name are of the name too."""
@@ -415,11 +434,14 @@ class Exchange:
         """Everything leaves; through a process group, everybody has to come here."""
         self.flush()
         self.progress("close")
-        if self.transport is not None:
-            try:
-                self.transport.close(self.timeout)
-            except _FAULTS as fault:
-                self._lost(f"close: rank {self.group.rank} waits for the end", fault)
+        give_up = perf_counter() + self.timeout
+        while self.transport is not None and not self.transport.finish():
+            if not self._step("close", 1e-3, -1, None) and perf_counter() > give_up:
+                self._give_up(
+                    CollectiveTimeoutError,
+                    f"close: rank {self.group.rank} has closed its pipeline, and not all others have within "
+                    f"{self.timeout:g} s",
+                )
 
     def fail(self, reason: str) -> None:
         self.group.fail(reason)

@@ -1,9 +1,9 @@
 """Lanes: the messages of one direction into one stage, counted so that what is under way stays bounded.
 
 A lane has credits: so many of its messages may be sent and not yet be taken by the receiver's program.
-Further ones wait with the sender. So a rank can always take in whatever arrives, for every lane, before it is
-asked for it, and the lanes that share a ring never wait for each other. Credits travel with messages the
-other way, or alone.
+Further ones wait with the sender, until the program asks for one of them. So a rank can always take in
+whatever arrives, for every lane, before it is asked for it, and the lanes that share a ring never wait for
+each other. Credits travel with messages the other way, or alone.
 
 The tag of a message:
 
@@ -65,6 +65,8 @@ class Lane:
         self.waiting: deque[Outgoing] = deque()  # for credit or for the ring
         self.in_flight = 0  # sent, not known to have been taken
         self.owed = 0  # taken, not told
+        self.held = 0  # arrived, not taken
+        self.extra = 0  # of those, beyond the credits: the program waits for one behind them
         self.back: Lane | None = None  # that the receiver's messages to the sender are in
         self.last: int | None = None  # micro-batch that arrived last
         self.messages = 0

@@ -17,9 +17,13 @@ from tp_kernels.comm.objects import all_gather_object
 
 from .communicator import PipelineCommunicator
 from .generators import SCHEDULES
-from .micro_batches import cut
+from .micro_batches import cut, tensors_of
 from .schedule import Schedule
 from .stage import PipelineError
+
+BESIDE_TENSORS = (
+    32 << 10
+)  # bytes of a message in a ring: its description, and what is left of a cell
 
 
 class Work(NamedTuple):
@@ -71,7 +75,12 @@ class Schedules:
                 )
             if micro_batches < 1:
                 raise ShapeError(f"{micro_batches} micro-batches: there is at least one")
-            self._add(self._make(micro_batches))
+            made = self._make(micro_batches)
+            if made.micro_batches != micro_batches:
+                raise UnsupportedError(
+                    f"schedule({micro_batches}) made {made.name} of {made.micro_batches} micro-batches"
+                )
+            self._add(made)
         return self._made[micro_batches]
 
     def _add(self, schedule: Schedule) -> None:
@@ -105,17 +114,27 @@ def _by_name(name: str, channel: PipelineCommunicator) -> Callable[[int], Schedu
     return lambda micro_batches: make(ranks, micro_batches, **chunks)
 
 
-def room_for_message(channel: PipelineCommunicator, stage: int, other: int) -> int:
-    """Bytes of a message from `stage` to `other` that always leaves at once.
+def check_room(channel: PipelineCommunicator, value: Any, stage: int, other: int) -> None:
+    """Refuse a message between tensor-parallel stages that may not leave at once.
 
     While a rank waits in a collective of its tensor group it moves no messages. One that does not fit into
     the ring would stay half sent: ranks of two stages could then wait for each other in a circle.
     """
     ranks = channel.stage_to_rank
     pair = ranks[stage], ranks[other]
+    if channel.memory is None or pair[0] == pair[1]:
+        return
     steps = [(s, s + 1) for s in range(channel.stages - 1)]
     lanes = [(a, b) for a, b in steps + [(b, a) for a, b in steps] if (ranks[a], ranks[b]) == pair]
-    return channel.buffer_bytes // (channel.credits * max(1, len(lanes)))
+    under_way = channel.credits * len(lanes)
+    nbytes = sum(tensor.nbytes for tensor in tensors_of(value))
+    needed = under_way * (nbytes + BESIDE_TENSORS)
+    if needed > channel.buffer_bytes:
+        raise UnsupportedError(
+            f"pass buffer_bytes={needed} to PipelineCommunicator: {under_way} messages of "
+            f"{nbytes} bytes may be under way from stage {stage} to stage {other}, both tensor parallel, "
+            f"and there is room for {channel.buffer_bytes} bytes (fewer credits= need less)"
+        )
 
 
 def check_modules(
@@ -188,16 +207,16 @@ def agree(
     fingerprint: int,
     micro_batches: int,
     problem: Exception | None,
-    tokens: int,
-) -> int:
-    """Number of tokens over all replicas, once all ranks are known to do the same.
+    tokens: Sequence[int],
+) -> list[int]:
+    """Tokens of each micro-batch over all replicas, once all ranks are known to do the same.
 
     A rank that cannot, or that does something else, is found out here, before anything is sent, so that all
     ranks raise and can go on.
     """
     told = problem and f"{type(problem).__name__}: {problem}"
     rank = channel.rank
-    found = all_gather_object((mode, micro_batches, fingerprint, told, tokens), channel.group)
+    found = all_gather_object((mode, micro_batches, fingerprint, told, list(tokens)), channel.group)
     calls = [tuple(call[:3]) for call in found]
     error: Exception | None = problem
     if error is None:
@@ -208,16 +227,23 @@ def agree(
             f"rank {rank} calls {_shown(calls[rank])}, rank {other} {_shown(calls[other])}; all ranks of "
             "a pipeline make the same calls with the same schedule"
         )
-    total = sum(call[4] for call in found)
+    counted = next((call[4] for call in found if call[4]), [0] * micro_batches)
     if data is not None:
-        replicas = all_gather_object((error and f"{type(error).__name__}: {error}", total), data)
-        for replica, (text, _) in enumerate(replicas):
+        text = error and f"{type(error).__name__}: {error}"
+        replicas = all_gather_object((text, micro_batches, counted), data)
+        for replica, (text, number, _) in enumerate(replicas):
             if error is None and text:
                 error = PipelineError(f"replica {replica} cannot go on: {text}")
-        total = sum(count for _, count in replicas)
+            if error is None and number != micro_batches:
+                error = GroupMismatchError(
+                    f"replica {data.rank} runs {micro_batches} micro-batches, replica {replica} {number}; "
+                    "replicas run equally many"
+                )
+        if error is None:
+            counted = [sum(counts) for counts in zip(*(r[2] for r in replicas), strict=True)]
     if error is not None:
         raise error
-    return total
+    return counted
 
 
 def _refusal(found: Sequence[Any], rank: int) -> Exception | None:

@@ -39,7 +39,7 @@ _HEADER = struct.Struct("<QQQQ")
 _START = _BLOCK - _HEADER.size - 8  # bytes of the head in the block
 _ONE = struct.pack("<Q", 1)
 _WIRE_TAGS = 0x5450_0000  # far from what others use with the same process group
-_LOOK_SECONDS = 0.02  # how often the processes of peers are looked at
+_LOOK_SECONDS = 0.1  # how often the processes of peers and the store are looked at
 _LONGEST_PAUSE = 5e-4
 
 
@@ -73,9 +73,11 @@ class ProcessGroupRoutes:
         self._group = group
         self._process_group = group.process_group
         self._deadline = timedelta(seconds=timeout)
-        self._wire_tag = _WIRE_TAGS + group.rendezvous.corner("routes").next_index()
+        self._notices = group.rendezvous.corner("routes")
+        self._wire_tag = _WIRE_TAGS + self._notices.next_index()
         self._routes = {r: _Route(r) for r in range(group.size) if r != group.rank}
         self._looked = 0.0
+        self._finished = False
 
     def send(self, peer: int, tag: int, head: bytes, spans: Sequence[Span]) -> bool:
         route = self._routes[peer]
@@ -131,29 +133,25 @@ class ProcessGroupRoutes:
             pause = min(_LONGEST_PAUSE, pause + 1e-5)
 
     def fail(self, reason: str) -> None:
-        """Best effort: what is lost with this process is noticed by its end."""
+        """By messages, which are quick, and by the store, where the notice outlives this rank's group."""
         head = objects.encode(reason[:180])
-        with suppress(RuntimeError):
+        with suppress(RuntimeError, Lost):
+            if not self._notices.has("failed"):
+                self._notices.put("failed", f"rank {self._group.rank} failed: {reason[:180]}")
             for peer in self._routes:
                 self.send(peer, FAILED << 56, head, [])
 
-    def close(self, seconds: float) -> None:
-        """A process group delivers nothing once a process has ended: wait until all ranks close.
-
-        Raises Lost if one fails or does not come; nobody may be sent anything after this.
-        """
-        for peer in self._routes:
-            self.send(peer, CLOSED << 56, b"", [])
-        give_up = perf_counter() + seconds
-        for route in self._routes.values():
-            while not route.closed:
-                if perf_counter() > give_up:
-                    raise Lost(
-                        f"rank {route.rank} has not closed the pipeline within {seconds:g} s"
-                    )
-                self.step("close", 1e-3, -1)
+    def finish(self) -> bool:
+        """A process group delivers nothing once a process has ended: all ranks have to finish."""
+        if not self._finished:
+            self._finished = True
+            for peer in self._routes:
+                self.send(peer, CLOSED << 56, b"", [])
+        if not all(route.closed for route in self._routes.values()):
+            return False
         for route in self._routes.values():
             self._reap(route, route.sent)
+        return True
 
     def leave(self) -> None:
         """Memory that the process group may still read or write lives as long as the group does."""
@@ -226,6 +224,9 @@ class ProcessGroupRoutes:
                 raise Lost(f"rank {rank} is gone: its process has ended")
         if awaited in self._routes and self._routes[awaited].closed:
             raise Lost(f"rank {awaited} closed the pipeline")
+        with suppress(RuntimeError):  # the store goes with the process that keeps it
+            if self._notices.has("failed"):
+                raise Lost(self._notices.get("failed", self._group.rank))
 
     def _guard(self, route: _Route, call: Callable[[], Any]) -> Any:
         try:
@@ -234,7 +235,8 @@ class ProcessGroupRoutes:
             if not is_transport_failure(failure):
                 raise
             error = error_from_process_group(failure, self._group, "pipeline", route.rank)
-            raise Lost(str(error)) from None
+            # Without the text of the backend, which says nothing of ranks.
+            raise Lost(str(error).split(": [")[0]) from None
 
 
 def _cpu_backend(process_group: dist.ProcessGroup) -> str:

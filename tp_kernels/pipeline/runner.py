@@ -25,8 +25,8 @@ from tp_kernels.layers.random import RandomStreams
 from . import gradients, scaling
 from .communicator import PipelineCommunicator
 from .gradients import SetAside, sum_over_replicas
-from .micro_batches import join, tensors_of
-from .preparation import Schedules, Work, agree, check_modules, prepare, room_for_message
+from .micro_batches import join
+from .preparation import Schedules, Work, agree, check_modules, check_room, prepare
 from .schedule import Action, Kind, Schedule
 from .stage import PipelineError, Stage
 from .tied import Tie, TiedWeights
@@ -45,7 +45,8 @@ _DOING = {
 class Losses(NamedTuple):
     """What a step returns, the same on every rank.
 
-    total: the loss whose gradient the parameters got, over all replicas.
+    total: the loss whose gradient the parameters got, over all replicas; where every micro-batch is an update
+        of its own, the mean over updates.
     each: what loss_fn returned for each micro-batch of this replica.
     """
 
@@ -87,6 +88,9 @@ class PipelineRunner:
     weights, over replicas, and where tensor-parallel ranks hold parts (`finalize_gradients`). Equal to one
     process that accumulates micro-batch by micro-batch, in fp64 with the same bits where the schedule runs
     the backwards of a stage in order.
+
+    An overlapped pair of a schedule runs one after the other. Schedules without a bubble end with a flush
+    like others: they do not begin the next step before the optimizer, and validate nothing afterwards.
 
     Errors of a stage or of the channel are for good: all ranks raise, and so does every later call.
     """
@@ -182,7 +186,7 @@ class PipelineRunner:
             PipelineError: a stage raised. PeerLostError, CollectiveTimeoutError: a rank is gone, failed, or
                 late. The runner and its channel are of no more use.
         """
-        work, factor = self._begin("step", args, kwargs, target, micro_batches)
+        work, factors = self._begin("step", args, kwargs, target, micro_batches)
         if self.optimizer is not None:
             self.optimizer.zero_grad()
         aside = SetAside(self._shared_parameters())
@@ -191,17 +195,17 @@ class PipelineRunner:
         with torch.enable_grad():
             for action in self._order(work):
                 at = action.stage, action.micro_batch
-                self._guarded(_name(action), self._do, action, work, factor, at in split, losses)
+                self._guarded(_name(action), self._do, action, work, factors, at in split, losses)
         self._guarded("gradients of all stages", self._finish, work, aside)
-        return self._guarded("losses", self._tell, losses, work, factor)
+        return self._guarded("losses", self._tell, losses, work, factors)
 
     def eval(
         self, *args: Any, target: Any = None, micro_batches: int | None = None, **kwargs: Any
     ) -> Losses:
         """Losses as of `step`, no gradients. Modules are not switched to `eval()`."""
-        work, factor = self._begin("eval", args, kwargs, target, micro_batches)
+        work, factors = self._begin("eval", args, kwargs, target, micro_batches)
         losses: dict[int, Any] = self._forwards(work, self._loss)
-        return self._guarded("losses", self._tell, losses, work, factor)
+        return self._guarded("losses", self._tell, losses, work, factors)
 
     def forward(
         self,
@@ -253,23 +257,25 @@ class PipelineRunner:
         kwargs: dict[str, Any],
         target: Any,
         micro_batches: int | None,
-    ) -> tuple[Work, float]:
+    ) -> tuple[Work, list[float]]:
         """What to do, and the factor of every loss, once all ranks agree."""
         if self._broken:
             raise PipelineError(
                 f"{mode}: this runner is of no more use since {self._broken}; make a new group, channel and "
                 "runner, and load the last checkpoint"
             )
-        fingerprint, count, tokens = 0, micro_batches or self.micro_batches or 0, 0
+        asked = self.micro_batches if micro_batches is None else micro_batches
+        fingerprint, count = 0, asked or 0
+        tokens: list[int] = []
         problem: Exception | None = None
         work: Work | None = None
         needs_target = mode != "forward" and self.loss_fn is not None
         try:
-            schedule, fingerprint = self._schedules.get(micro_batches or self.micro_batches)
+            schedule, fingerprint = self._schedules.get(asked)
             count = schedule.micro_batches
             work = prepare(mode, self.channel, schedule, args, kwargs, target, needs_target)
             if self.scale == "token" and mode != "forward":
-                tokens = sum(int(self._count(each)) for each in work.targets)
+                tokens = [int(self._count(each)) for each in work.targets]
         except Exception as error:  # raised once the others know
             problem = error
         try:
@@ -278,14 +284,19 @@ class PipelineRunner:
             self._fail(f"agreement about {mode}", error)
         assert work is not None
         replicas = 1 if self._data is None else self._data.size
-        together = work.micro_batches if work.schedule.flush else 1
-        return work, scaling.factor(self.scale, together, replicas, tokens)
+        flush = work.schedule.flush
+        return work, scaling.factors(self.scale, count, replicas, tokens, flush)
 
     def _order(self, work: Work) -> tuple[Action, ...]:
         return work.schedule.order(self.channel.rank)
 
     def _do(
-        self, action: Action, work: Work, factor: float, split: bool, losses: dict[int, Tensor]
+        self,
+        action: Action,
+        work: Work,
+        factors: list[float],
+        split: bool,
+        losses: dict[int, Tensor],
     ) -> None:
         """One action of a step, with its messages."""
         index, kind, k = action.stage, action.kind, action.micro_batch
@@ -307,11 +318,12 @@ class PipelineRunner:
             start = perf_counter()
             stage.weight_gradients(k)
             self._record(action, start)
+            self.channel.progress()  # nothing of this rank moves while it computes
             return
         incoming: list[Tensor | None] = []
         if stage.wants_gradients(k):
             if index == last:
-                incoming = [torch.full_like(losses[k], factor)]
+                incoming = [torch.full_like(losses[k], factors[k])]
             else:
                 incoming = self.channel.recv_backward(micro_batch=k, stage=index)
         start = perf_counter()
@@ -353,19 +365,8 @@ class PipelineRunner:
             self.channel.send_forward(output, micro_batch=k, stage=index)
 
     def _check_room(self, value: Any, stage: int, other: int) -> None:
-        """Refuse what could deadlock tensor-parallel stages; see `room_for_message`."""
-        channel = self.channel
-        divided = any(place.group.size > 1 for _, place in self._placements)
-        if not divided or channel.stage_to_rank[stage] == channel.stage_to_rank[other]:
-            return
-        nbytes = sum(tensor.nbytes for tensor in tensors_of(value))
-        room = room_for_message(channel, stage, other)
-        if nbytes > room:
-            raise UnsupportedError(
-                f"a message of {nbytes} bytes from stage {stage} to stage {other}, which are tensor parallel "
-                f"and have room for {room}: pass buffer_bytes={nbytes * channel.buffer_bytes // room + 1} to "
-                "PipelineCommunicator, or fewer credits"
-            )
+        if any(place.group.size > 1 for _, place in self._placements):
+            check_room(self.channel, value, stage, other)
 
     def _inputs(self, index: int, k: int, work: Work) -> tuple[Any, Sequence[Any], dict[str, Any]]:
         """Received value, positional and keyword arguments of a stage."""
@@ -431,14 +432,15 @@ class PipelineRunner:
         if self.recorder is not None:
             self.recorder.record("OPT", stage.index, None, start, perf_counter())
 
-    def _tell(self, losses: dict[int, Tensor], work: Work, factor: float) -> Losses:
+    def _tell(self, losses: dict[int, Tensor], work: Work, factors: list[float]) -> Losses:
         """The losses of all micro-batches, from the rank that has them to all."""
         self.channel.flush()
         source = self.channel.stage_to_rank[-1]
         told: Any = None
         if self.channel.rank == source:
             each = [float(losses[k]) for k in range(work.micro_batches)]
-            told = sum(each) * factor, each
+            total = sum(loss * factor for loss, factor in zip(each, factors, strict=True))
+            told = total if work.schedule.flush else total / work.micro_batches, each
             if self._data is not None:
                 told = sum(all_gather_object(told[0], self._data)), each
         total, each = broadcast_object(told, self.channel.group, source)

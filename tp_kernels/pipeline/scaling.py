@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -21,10 +22,18 @@ def count_tokens(target: Any) -> int:
     return int((target != IGNORED).sum())
 
 
-def factor(scale: str, micro_batches: int, replicas: int, tokens: int) -> float:
-    """What multiplies each loss, so that the sum over micro-batches and replicas is the loss of the step."""
+def factors(
+    scale: str, micro_batches: int, replicas: int, tokens: Sequence[int], flush: bool
+) -> list[float]:
+    """What multiplies the loss of each micro-batch: the sum over an update and over replicas is its loss.
+
+    Args:
+        tokens: of each micro-batch, over all replicas; for scale="token".
+        flush: an update is of all micro-batches, else of one.
+    """
+    if scale == "sum":
+        return [1.0] * micro_batches
     if scale == "micro_batch":
-        return 1.0 / (micro_batches * replicas)
-    if scale == "token":
-        return 1.0 / tokens if tokens else 0.0
-    return 1.0
+        return [1.0 / ((micro_batches if flush else 1) * replicas)] * micro_batches
+    counts = [sum(tokens)] * micro_batches if flush else tokens
+    return [1.0 / count if count else 0.0 for count in counts]

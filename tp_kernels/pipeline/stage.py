@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.func import functional_call
@@ -16,7 +17,7 @@ from tp_kernels.comm.errors import TpKernelsError
 from tp_kernels.layers.random import RandomStreams
 from tp_kernels.ops._weight_gradient import Pending, deliver
 
-from .micro_batches import tensors_of
+from .micro_batches import mapped, tensors_of
 from .split_backward import SplitBackward, run_backward
 from .stashing import WeightStash
 
@@ -89,6 +90,10 @@ class Stage:
             received: of the inputs, what came from the stage before.
             after: a function of the output (the loss) whose result takes its place.
         """
+        inputs = _requiring(received)
+        if inputs and not self.checkpointed:  # which needs them unchanged
+            writable = {id(x): _Writable.apply(x) for x in inputs}
+            args, kwargs = mapped(lambda leaf: writable.get(id(leaf), leaf), (tuple(args), kwargs))
         kept = _Kept(self._parameters) if self.measured else None
         with kept or nullcontext(), self.split.recording() if split else nullcontext():
             output = self._run(micro_batch, args, kwargs)
@@ -96,7 +101,7 @@ class Stage:
                 output = after(output)
         if kept is not None:
             self.kept_bytes[micro_batch] = kept.nbytes
-        self._in_flight[micro_batch] = _InFlight(_requiring(received), _requiring(output))
+        self._in_flight[micro_batch] = _InFlight(inputs, _requiring(output))
         return output
 
     def _run(self, micro_batch: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -175,6 +180,18 @@ class Stage:
         self.split.take()
         if self.stash is not None:
             self.stash.clear()
+
+
+class _Writable(torch.autograd.Function):
+    """A received tensor as the output of something, which a stage may overwrite, unlike a leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 def _requiring(value: Any) -> list[Tensor]:

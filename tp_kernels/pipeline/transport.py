@@ -21,6 +21,7 @@ ANNOUNCED, RECEIVED, SENT, TENSOR = range(4)
 Span: TypeAlias = tuple[int, int]  # address and bytes of contiguous host memory
 
 _CELL_BYTES = 32 << 10
+_MOST_CELLS = 1 << 16
 _FAR_CELLS = 2  # between ranks that have no stages next to each other, messages are rare
 
 
@@ -60,8 +61,8 @@ class Transport(Protocol):
     def fail(self, reason: str) -> None:
         """Tell the peers that this rank cannot go on."""
 
-    def close(self, seconds: float) -> None:
-        """Leave when what was sent has been, or can be, received."""
+    def finish(self) -> bool:
+        """Nothing more will be sent: whether this rank may leave, and all that was sent can be received."""
 
     def leave(self) -> None:
         """Leave and wait for nobody."""
@@ -86,7 +87,7 @@ class RingRoutes:
         assert group.rendezvous is not None
         self._group = group
         self._bytes = buffer_bytes
-        cell_bytes = min(_CELL_BYTES, buffer_bytes)
+        cell_bytes = max(min(_CELL_BYTES, buffer_bytes), buffer_bytes // _MOST_CELLS)
         cells = buffer_bytes // cell_bytes
         try:
             self.memory = SymmetricMemory(
@@ -108,8 +109,8 @@ class RingRoutes:
     def fail(self, reason: str) -> None:
         self.memory.fail(reason[:180])
 
-    def close(self, seconds: float) -> None:
-        """The segment lives as long as a peer has mapped it."""
+    def finish(self) -> bool:
+        return True  # the segment lives as long as a peer has mapped it
 
     def leave(self) -> None:
         self.memory.close()
