@@ -1,6 +1,6 @@
 """`tp-kernels bench p2p`: messages from one rank to another, by size.
 
-latency: half a round trip. A tensor goes to the other rank and one of its size comes back, a few times a call.
+latency: half a round trip. A tensor goes to the other rank and one of its size comes back, a few times.
 bandwidth: tensors go one way, as many as make 64 MiB or so; an empty answer ends the call.
 
 `pipeline` is PipelineCommunicator: it describes every message and makes a new tensor of what arrives.
