@@ -466,11 +466,10 @@ class PipelineRunner:
 
     def _record(self, action: Action, start: float) -> None:
         if self.recorder is not None:
-            stage = self._stages[action.stage]
-            self.recorder.record(
-                action.kind, action.stage, action.micro_batch, start, perf_counter()
-            )
-            self.recorder.memory(action.stage, sum(stage.kept_bytes.values()))
+            at = action.stage, action.micro_batch
+            self.recorder.record(action.kind, *at, start, perf_counter())
+            kept = self._stages[action.stage].kept_bytes
+            self.recorder.memory(action.stage, sum(kept.values()))
 
     def _guarded(self, function: Callable[..., T], *args: Any) -> T:
         try:
@@ -485,12 +484,11 @@ class PipelineRunner:
         self._broken = reason
         for stage in self._stages.values():
             stage.clear()
-        self.channel.fail(reason)
-        groups = [self.channel.group, *(place.group for _, place in self._placements)]
-        for group in {id(group): group for group in groups}.values():
-            group.fail(reason)
-        if self._data is not None:
-            self._data.fail(reason)
+        self.channel.fail(reason)  # and its group
+        places = {id(place.group): place.group for _, place in self._placements}
+        for group in (self._data, *places.values()):
+            if group is not None:
+                group.fail(reason)
         if not isinstance(error, Exception):
             raise error
         known = (PeerLostError, CollectiveTimeoutError, GroupMismatchError)
