@@ -141,8 +141,14 @@ def check_modules(
     modules: Sequence[nn.Module],
     channel: PipelineCommunicator,
     optimizer: torch.optim.Optimizer | None,
+    loss_fn: Any,
 ) -> None:
     """Refuse stages that the runner cannot run, with the way out."""
+    if isinstance(loss_fn, nn.Module) and any(p.requires_grad for p in loss_fn.parameters()):
+        raise UnsupportedError(
+            f"loss_fn {type(loss_fn).__name__} has parameters, which belong to no stage: make it a part of "
+            "the last stage, which then returns the loss (loss_fn=None; target= is its keyword argument)"
+        )
     if len(modules) != len(channel.my_stages):
         raise UnsupportedError(
             f"{len(modules)} modules for stages {channel.my_stages} of rank {channel.rank}: pass one each"

@@ -145,13 +145,10 @@ class PipelineRunner:
         checkpoint: bool | Collection[int],
         streams: RandomStreams | None,
     ) -> dict[int, Stage]:
-        modules = (
-            [stages]
-            if isinstance(stages, nn.Module) and not isinstance(stages, nn.ModuleList)
-            else list(stages)
-        )
+        single = isinstance(stages, nn.Module) and not isinstance(stages, nn.ModuleList)
+        modules: list[Any] = [stages] if single else list(stages)  # type: ignore[arg-type]
         channel = self.channel
-        check_modules(modules, channel, self.optimizer)
+        check_modules(modules, channel, self.optimizer, self.loss_fn)
         chosen = range(channel.stages) if checkpoint is True else set(checkpoint or ())
         unknown = [s for s in chosen if not 0 <= s < channel.stages]
         if unknown:
@@ -455,10 +452,9 @@ class PipelineRunner:
         result = None
         if channel.rank == source:
             result = join([outputs[k] for k in sorted(outputs)])
-            if broadcast:
-                for rank in range(channel.group.size):
-                    if rank != source:
-                        channel.send_to(result, rank, tag="outputs")
+            for rank in range(channel.group.size if broadcast else 0):
+                if rank != source:
+                    channel.send_to(result, rank, tag="outputs")
         elif broadcast:
             result = channel.recv_from(source, tag="outputs")
         channel.flush()
