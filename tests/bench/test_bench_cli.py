@@ -9,10 +9,11 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from tests.bench.test_peers import environment_with_fakes
-from tp_kernels import Ranks, ShapeError, all_reduce
+from tp_kernels import P2PChannel, Ranks, ShapeError, UnsupportedError, all_reduce
 from tp_kernels.bench import block as work_block
 from tp_kernels.bench import collectives as work_collectives
 from tp_kernels.bench import linear as work_linear
@@ -24,6 +25,7 @@ from tp_kernels.bench.collectives import (
     through_engine,
     through_python,
 )
+from tp_kernels.bench.p2p import Way, work_of
 from tp_kernels.bench.pool import Pool
 from tp_kernels.bench.slices import Work
 from tp_kernels.bench.timing import Budget, Measurement, WrongResultError
@@ -70,6 +72,56 @@ def test_collectives(tmp_path, monkeypatch):
     assert names == {f"collectives-{op}-float32-{world}.png" for op in ops for world in (2, 3)}
     assert "all_gather float32, 3 ranks" in text and "not run" not in text
     assert found["settings"]["budget"] == {"rounds": 2, "seconds": 0.001}
+
+
+def test_p2p(tmp_path):
+    text = bench(
+        *("p2p", "--bytes", "4,96K", "--slice", "0.001", "--rounds", 2, "--output", tmp_path)
+    )
+    found = check_report(tmp_path / "p2p.json", "p2p", 4)
+    for row in found["results"]:
+        case, facts, ran = row["case"], row["derived"], row["contestants"]
+        assert set(ran) == {"pipeline", "channel", "gloo"}
+        assert case["messages"] == {"latency": {4: 16}, "bandwidth": {4: 64, 96 << 10: 64}}[
+            case["measure"]
+        ].get(case["bytes"], 2)
+        each = ran["gloo"]["median_us"] / case["messages"]
+        assert facts["message_us"]["gloo"] == pytest.approx(each)
+        assert facts["gigabytes_per_second"]["gloo"] == pytest.approx(case["bytes"] / each / 1e3)
+        ratio = ran["gloo"]["median_us"] / ran["pipeline"]["median_us"]
+        assert facts["gloo_over_pipeline"] == pytest.approx(ratio)
+        assert facts["target"] == (
+            10.0 if (case["measure"], case["bytes"]) == ("latency", 4) else None
+        )
+    assert {path.name for path in tmp_path.glob("*.png")} == {
+        "p2p-latency.png",
+        "p2p-bandwidth.png",
+    }
+    assert "bandwidth, 2 ranks" in text and "latency up to 64 KiB: gloo / pipeline" in text
+
+
+def test_messages_that_are_wrong(monkeypatch):
+    """A message that arrives with another content ends the measurement."""
+    with Ranks(2, threads=1) as ranks:
+        pool = Pool(ranks, bind=False)
+        case = {"measure": "latency", "world": 2, "bytes": 64, "messages": 4}
+        spoiled = pool.contestant("spoiled", spoil_messages)
+        with pytest.raises(WrongResultError, match="spoiled"):
+            Measurement(case, Budget(1, 0.001), {}).run([spoiled])
+
+
+def spoil_messages(group, case):
+    """The last message of a call is another one."""
+    channel, peer, out = P2PChannel(group), 1 - group.rank, torch.empty(16)
+    last = case["messages"] // 2 - 1
+    way = Way(lambda x, i: channel.send(x + (i == last), peer), lambda i: channel.recv(peer, out))
+    return work_of(group, case, way)
+
+
+@pytest.mark.parametrize("arguments", [("--bytes", "3"), ("--measure", "speed")])
+def test_messages_that_are_refused(arguments):
+    with pytest.raises((ShapeError, UnsupportedError)):
+        bench("p2p", *arguments)
 
 
 def test_linear(tmp_path):

@@ -50,12 +50,13 @@ def settings(**options: object) -> Settings:
     "options",
     [
         ("--schedule", "zero_bubble_v", "--micro-batches", 4, "--checkpoint"),  # 6 rows in 4 parts
-        ("--stages", 2, "--tensor", 2, "--schedule", "zero_bubble_h1", "--no-tied"),
+        ("--stages", 2, "--tensor", 2, "--schedule", "zero_bubble_h1", "--no-tied", "--explain"),
     ],
 )
 def test_equals_one_process(options: tuple[object, ...]) -> None:
     text = train("--steps", 2, "--check", *options)
     assert "losses equal to one process" in text
+    assert ("o_proj.weight: later (delay_wgrad=True)" in text) == ("--explain" in options)
 
 
 def test_without_a_flush_and_files(tmp_path: Path) -> None:

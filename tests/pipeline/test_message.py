@@ -160,6 +160,14 @@ def test_what_cannot_be_sent(value, text):
         message.encode(value)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about processes without a GPU")
+def test_tensors_of_a_gpu_where_there_is_none():
+    (spec,) = message.decode(b"x\0\x03\x01" + (2).to_bytes(8, "little")).tensors
+    assert spec.on_cuda and spec.requires_grad
+    with pytest.raises(UnsupportedError, match=r"a tensor \(2,\) that was on a CUDA device"):
+        spec.finish(spec.empty())
+
+
 def test_parameters_and_inference_tensors():
     assert type(through(nn.Parameter(torch.ones(2)))) is Tensor
     with torch.inference_mode():

@@ -493,6 +493,8 @@ def refusals() -> None:
                 PipelineRunner(own, channel=channel, loss_fn=squares, **options).step(
                     x, target=target
                 )
+        with pytest.raises(UnsupportedError, match="loss_fn Linear has parameters"):
+            PipelineRunner(own, "gpipe", channel, nn.Linear(1, 1))
         with pytest.raises(UnsupportedError, match="2 modules for stages"):
             PipelineRunner(own * 2, "gpipe", channel)
         wrapped = nn.parallel.DistributedDataParallel(copy.deepcopy(own[0]))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
 from tp_kernels import ShapeError
 from tp_kernels.pipeline.generators import SCHEDULES, one_f_one_b, zero_bubble_h1, zero_bubble_v
+from tp_kernels.pipeline.line import Line, Rule
 from tp_kernels.pipeline.schedule import Action, Kind, Schedule, ScheduleError
 from tp_kernels.pipeline.search import search
 from tp_kernels.pipeline.simulate import Costs
@@ -114,6 +116,22 @@ def test_equals_trying_all(ranks: int, micro_batches: int, count: int) -> None:
             best = min(best, schedule.simulate(costs).makespan)
         found = search(ranks, micro_batches, costs, limit)
         assert found.simulate(costs).makespan == pytest.approx(best, abs=1e-9)
+
+
+def test_times_are_those_of_the_simulation() -> None:
+    """What the search counts with is what `simulate` says, for published orders and for those of rules."""
+    rng = random.Random(5)
+    for ranks, chunks in ((2, 1), (4, 1), (3, 2)):
+        costs = replace(random_costs(rng, ranks * chunks), communication=rng.uniform(0.5, 2.0))
+        for name in PUBLISHED[chunks]:
+            schedule = SCHEDULES[name](ranks, 6)
+            line = Line(ranks, 6, costs, schedule.stage_to_rank, [math.inf] * ranks)
+            rule = Rule([math.inf] * ranks, True, False, 0.5, True)
+            for orders in (line.orders_of(schedule), line.by_rule(rule)):
+                same = replace(schedule, actions=tuple(tuple(line.actions(o)) for o in orders))
+                length, path = line.critical(orders)
+                assert length == pytest.approx(same.validate().simulate(costs).makespan)
+                assert path[-1][1] == 0  # back to a start
 
 
 def test_fills_the_bubbles_of_unequal_stages() -> None:

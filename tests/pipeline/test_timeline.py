@@ -143,7 +143,7 @@ def offsets(group: ParallelGroup) -> list[float]:
     return clock_offsets(group)
 
 
-def offsets_of_two_hosts(group: ParallelGroup) -> list[float]:
+def on_hosts_of_their_own(group: ParallelGroup) -> tuple[list[float], Timeline]:
     """As if every rank was on a host of its own, with a clock 100 s ahead of the one before."""
     from tp_kernels.pipeline import clocks
 
@@ -151,7 +151,11 @@ def offsets_of_two_hosts(group: ParallelGroup) -> list[float]:
     clocks.perf_counter = lambda: true_clock() + 100.0 * group.rank
     clocks._kernel = lambda: f"host {group.rank}"
     try:
-        return clock_offsets(group)
+        recorder = Recorder()
+        now = clocks.perf_counter()
+        recorder.record("F", group.rank, 0, now, now + 0.25)
+        recorder._memory.append((group.rank, now, 5.0))
+        return clock_offsets(group), recorder.timeline(group)
     finally:
         clocks.perf_counter, clocks._kernel = true_clock, true_kernel
 
@@ -163,9 +167,11 @@ def in_group(function: Callable[[ParallelGroup], Any]) -> Any:
 
 def test_clocks(world: Callable[[int], Ranks]) -> None:
     assert world(2).run(in_group, offsets) == [[0.0, 0.0]] * 2
-    first, second = world(2).run(in_group, offsets_of_two_hosts)
+    (first, timeline), (second, _) = world(2).run(in_group, on_hosts_of_their_own)
     assert first == second and first[0] == 0.0
     assert first[1] == pytest.approx(100.0, abs=5.0)
+    assert timeline.makespan < 50.0
+    assert max(sample.time for sample in timeline.memory) < 50.0
 
 
 def test_offsets_take_the_shortest_exchange() -> None:

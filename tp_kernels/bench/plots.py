@@ -8,6 +8,7 @@ from typing import Any
 
 from tp_kernels.comm.errors import UnsupportedError
 
+from . import p2p
 from .linear import ideal_target
 from .report import Row, grouped, size
 
@@ -51,7 +52,12 @@ def pyplot() -> Any:
 
 def plot(report: Mapping[str, Any], directory: Path) -> list[Path]:
     """Write the pictures of `report` into `directory`; returns their paths."""
-    draw = {"collectives": plot_collectives, "linear": plot_linear, "block": plot_block}
+    draw = {
+        "collectives": plot_collectives,
+        "linear": plot_linear,
+        "block": plot_block,
+        "p2p": p2p.plot,
+    }
     directory.mkdir(parents=True, exist_ok=True)
     return draw[report["kind"]](report, directory)
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from tp_kernels.comm.errors import UnsupportedError
 
 SCHEMA = "tp_kernels.bench/2"
-KINDS = ("collectives", "linear", "block")
+KINDS = ("collectives", "linear", "block", "p2p")
 
 Row = Mapping[str, Any]
 

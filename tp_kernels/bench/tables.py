@@ -8,13 +8,19 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from . import p2p
 from .report import Row, geometric_mean, grouped, microseconds, new_table, size, spread
 
 
 def show(console: Console, report: Mapping[str, Any]) -> None:
     """Everything a reader wants to see first."""
     show_environment(console, report)
-    tables = {"collectives": show_collectives, "linear": show_linear, "block": show_block}
+    tables = {
+        "collectives": show_collectives,
+        "linear": show_linear,
+        "block": show_block,
+        "p2p": p2p.show,
+    }
     tables[report["kind"]](console, report)
     show_not_run(console, report)
 

@@ -252,6 +252,47 @@ def block(
 
 
 @bench_app.command()
+def p2p(
+    measure: Annotated[
+        str, typer.Option(help="Comma list of latency, bandwidth. Default: both.")
+    ] = "",
+    sizes: Annotated[
+        str,
+        typer.Option(
+            "--bytes", help="Sizes of a message, a comma list. Default: 1K to 64M in steps of four."
+        ),
+    ] = "",
+    threads: ThreadsOption = 1,
+    bind: BindOption = True,
+    rounds: RoundsOption = None,
+    seconds: SecondsOption = None,
+    quick: QuickOption = False,
+    json: JsonOption = None,
+    output: OutputOption = None,
+) -> None:
+    """Messages from one rank to another: PipelineCommunicator, P2PChannel, and send and recv of gloo.
+
+    Latency is half a round trip, bandwidth a stream one way. Contestants take turns; what arrives is
+    compared bit by bit.
+
+        tp-kernels bench p2p --quick
+        tp-kernels bench p2p --measure latency --bytes 1K,64K --output results
+    """
+    from tp_kernels.bench import p2p as work
+    from tp_kernels.bench.peers import Peers
+
+    usual = work.QUICK if quick else work.Settings()
+    settings = work.Settings(
+        measures=_choices("--measure", measure, work.MEASURES, usual.measures),
+        sizes=_numbers("--bytes", sizes, usual.sizes),
+        threads=threads,
+        bind=bind,
+        budget=_budget(usual.budget, rounds, seconds),
+    )
+    _run("p2p", work.run, settings, Peers(), json, output)
+
+
+@bench_app.command()
 def pipeline(
     schedule: Annotated[
         str,

@@ -26,6 +26,7 @@ from tp_kernels.layers import (
 )
 from tp_kernels.pipeline import Grid, PipelineCommunicator, PipelineRunner
 from tp_kernels.pipeline.generators import SCHEDULES
+from tp_kernels.pipeline.preparation import BESIDE_TENSORS
 from tp_kernels.pipeline.timeline import Recorder, Timeline
 
 VOCABULARY = 256
@@ -77,7 +78,10 @@ class Stage(nn.Module):
     forward(ids [b, s] or x [b, s, H], target [b, s] in the last) -> x [b, s, H], or the summed loss.
     """
 
-    def __init__(self, settings: Settings, which: range, group: ParallelGroup) -> None:
+    def __init__(
+        self, settings: Settings, which: range, group: ParallelGroup, delay: bool = False
+    ) -> None:
+        """delay: weight gradients of the blocks wait for `backward_dw`, which a runner calls."""
         super().__init__()
         s = settings
         first, last = 0 in which, s.layers + 1 in which
@@ -91,8 +95,11 @@ class Stage(nn.Module):
         for index in which:
             if 0 < index <= s.layers:
                 torch.manual_seed(s.seed + index)
-                block = ParallelTransformerBlock(s.hidden, s.heads, 3 * s.hidden, group=group)
-                self.layers.append(block)
+                self.layers.append(
+                    ParallelTransformerBlock(
+                        s.hidden, s.heads, 3 * s.hidden, group=group, delay_wgrad=delay
+                    )
+                )
         if last:
             torch.manual_seed(s.seed + s.layers + 1)
             self.norm = RMSNorm(s.hidden, group=group)
@@ -155,12 +162,14 @@ def train(settings: Settings, path: Path | None, show: bool) -> Run:
         ) as channel,
     ):
         which = cuts(settings)
-        own = [Stage(settings, which[index], grid.tensor) for index in channel.my_stages]
+        made = SCHEDULES[settings.schedule](settings.stages, 1)
+        own = [
+            Stage(settings, which[index], grid.tensor, made.splits) for index in channel.my_stages
+        ]
         optimizer = torch.optim.AdamW(
             [p for s in own for p in s.parameters()], settings.learning_rate
         )
         ties = [((0, "embed.weight"), (channel.stages - 1, "head.weight"))] if settings.tied else []
-        flush = SCHEDULES[settings.schedule](settings.stages, 1).flush
         runner = PipelineRunner(
             own,
             settings.schedule,
@@ -170,7 +179,7 @@ def train(settings: Settings, path: Path | None, show: bool) -> Run:
             tied=ties,
             data_parallel=grid.data,
             checkpoint=settings.checkpoint,
-            optimizer=None if flush else optimizer,
+            optimizer=None if made.flush else optimizer,
         )
         losses: list[float] = []
         began = time.perf_counter()
@@ -179,7 +188,7 @@ def train(settings: Settings, path: Path | None, show: bool) -> Run:
             recorder.clear()
             told = runner.step(ids, target=target)
             losses.append(told.total)
-            if flush:
+            if made.flush:
                 runner.clip_grad_norm_(1.0)
                 start = recorder.now()
                 optimizer.step()
@@ -218,7 +227,7 @@ def train_alone(settings: Settings, path: Path | None, show: bool) -> Run:
 def _room(settings: Settings) -> int:
     """Shared memory between two ranks: tensor-parallel stages need room for what may be under way."""
     rows = -(-settings.batch // settings.micro_batches)
-    message = rows * settings.tokens * settings.hidden * 4 + 4096
+    message = rows * settings.tokens * settings.hidden * 4 + BESIDE_TENSORS
     lanes = 2 * len(settings.placement) // settings.stages
     return max(4 << 20, 4 * lanes * message)
 

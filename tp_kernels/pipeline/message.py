@@ -62,6 +62,11 @@ class TensorSpec(NamedTuple):
 
     def finish(self, memory: Tensor) -> Tensor:
         """The received tensor from that memory, filled."""
+        if self.on_cuda and not torch.cuda.is_available():
+            raise UnsupportedError(
+                f"a tensor {tuple(self.shape)} that was on a CUDA device cannot be received by a process "
+                "without one: send .cpu()"
+            )
         value = memory.cuda() if self.on_cuda else memory
         return value.requires_grad_() if self.requires_grad else value
 

@@ -21,6 +21,10 @@ from .micro_batches import cut, tensors_of
 from .schedule import Schedule
 from .stage import PipelineError
 
+BESIDE_TENSORS = (
+    32 << 10
+)  # bytes of a message in a ring: its description, and what is left of a cell
+
 
 class Work(NamedTuple):
     """One call, as this rank sees it: what its stages get, by micro-batch."""
@@ -124,9 +128,10 @@ def check_room(channel: PipelineCommunicator, value: Any, stage: int, other: int
     lanes = [(a, b) for a, b in steps + [(b, a) for a, b in steps] if (ranks[a], ranks[b]) == pair]
     under_way = channel.credits * len(lanes)
     nbytes = sum(tensor.nbytes for tensor in tensors_of(value))
-    if nbytes * under_way > channel.buffer_bytes:
+    needed = under_way * (nbytes + BESIDE_TENSORS)
+    if needed > channel.buffer_bytes:
         raise UnsupportedError(
-            f"pass buffer_bytes={nbytes * under_way} to PipelineCommunicator: {under_way} messages of "
+            f"pass buffer_bytes={needed} to PipelineCommunicator: {under_way} messages of "
             f"{nbytes} bytes may be under way from stage {stage} to stage {other}, both tensor parallel, "
             f"and there is room for {channel.buffer_bytes} bytes (fewer credits= need less)"
         )
@@ -136,8 +141,14 @@ def check_modules(
     modules: Sequence[nn.Module],
     channel: PipelineCommunicator,
     optimizer: torch.optim.Optimizer | None,
+    loss_fn: Any,
 ) -> None:
     """Refuse stages that the runner cannot run, with the way out."""
+    if isinstance(loss_fn, nn.Module) and any(p.requires_grad for p in loss_fn.parameters()):
+        raise UnsupportedError(
+            f"loss_fn {type(loss_fn).__name__} has parameters, which belong to no stage: make it a part of "
+            "the last stage, which then returns the loss (loss_fn=None; target= is its keyword argument)"
+        )
     if len(modules) != len(channel.my_stages):
         raise UnsupportedError(
             f"{len(modules)} modules for stages {channel.my_stages} of rank {channel.rank}: pass one each"

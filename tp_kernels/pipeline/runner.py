@@ -27,6 +27,7 @@ from .communicator import PipelineCommunicator
 from .gradients import SetAside, sum_over_replicas
 from .micro_batches import join
 from .preparation import Schedules, Work, agree, check_modules, check_room, prepare
+from .scaling import loss_of
 from .schedule import Action, Kind, Schedule
 from .stage import PipelineError, Stage
 from .tied import Tie, TiedWeights
@@ -123,6 +124,7 @@ class PipelineRunner:
         self._data = data_parallel if data_parallel is not None and data_parallel.size > 1 else None
         self._schedules = Schedules(schedule, channel, optimizer is not None)
         self._broken = ""  # why nothing more is possible
+        self._doing = ""  # for errors
         self._stages = self._make_stages(stages, checkpoint, streams)
         modules = {index: stage.module for index, stage in self._stages.items()}
         self._tied = TiedWeights(tied, modules, channel)
@@ -143,13 +145,10 @@ class PipelineRunner:
         checkpoint: bool | Collection[int],
         streams: RandomStreams | None,
     ) -> dict[int, Stage]:
-        modules = (
-            [stages]
-            if isinstance(stages, nn.Module) and not isinstance(stages, nn.ModuleList)
-            else list(stages)
-        )
+        single = isinstance(stages, nn.Module) and not isinstance(stages, nn.ModuleList)
+        modules: list[Any] = [stages] if single else list(stages)  # type: ignore[arg-type]
         channel = self.channel
-        check_modules(modules, channel, self.optimizer)
+        check_modules(modules, channel, self.optimizer, self.loss_fn)
         chosen = range(channel.stages) if checkpoint is True else set(checkpoint or ())
         unknown = [s for s in chosen if not 0 <= s < channel.stages]
         if unknown:
@@ -187,25 +186,15 @@ class PipelineRunner:
                 late. The runner and its channel are of no more use.
         """
         work, factors = self._begin("step", args, kwargs, target, micro_batches)
-        if self.optimizer is not None:
-            self.optimizer.zero_grad()
-        aside = SetAside(self._shared_parameters())
-        split = {(a.stage, a.micro_batch) for a in self._order(work) if a.kind is Kind.I}
-        losses: dict[int, Tensor] = {}
-        with torch.enable_grad():
-            for action in self._order(work):
-                at = action.stage, action.micro_batch
-                self._guarded(_name(action), self._do, action, work, factors, at in split, losses)
-        self._guarded("gradients of all stages", self._finish, work, aside)
-        return self._guarded("losses", self._tell, losses, work, factors)
+        return self._guarded(self._step, work, factors)
 
     def eval(
         self, *args: Any, target: Any = None, micro_batches: int | None = None, **kwargs: Any
     ) -> Losses:
         """Losses as of `step`, no gradients. Modules are not switched to `eval()`."""
         work, factors = self._begin("eval", args, kwargs, target, micro_batches)
-        losses: dict[int, Any] = self._forwards(work, self._loss)
-        return self._guarded("losses", self._tell, losses, work, factors)
+        losses = self._guarded(self._forwards, work, partial(loss_of, self.loss_fn))
+        return self._guarded(self._tell, losses, work, factors)
 
     def forward(
         self,
@@ -216,8 +205,8 @@ class PipelineRunner:
     ) -> Any:
         """Outputs of the last stage, joined (see `join`), on its rank or on all (`broadcast`), else None."""
         work, _ = self._begin("forward", args, kwargs, None, micro_batches)
-        outputs = self._forwards(work, lambda output, target: output)
-        return self._guarded("outputs", self._joined, outputs, broadcast)
+        outputs = self._guarded(self._forwards, work, lambda output, target: output)
+        return self._guarded(self._joined, outputs, broadcast)
 
     @torch.no_grad()
     def clip_grad_norm_(
@@ -281,7 +270,8 @@ class PipelineRunner:
         try:
             tokens = agree(self.channel, self._data, mode, fingerprint, count, problem, tokens)
         except (PeerLostError, CollectiveTimeoutError) as error:
-            self._fail(f"agreement about {mode}", error)
+            self._doing = f"agreement about {mode}"
+            self._fail(error)
         assert work is not None
         replicas = 1 if self._data is None else self._data.size
         flush = work.schedule.flush
@@ -289,6 +279,22 @@ class PipelineRunner:
 
     def _order(self, work: Work) -> tuple[Action, ...]:
         return work.schedule.order(self.channel.rank)
+
+    def _step(self, work: Work, factors: list[float]) -> Losses:
+        self._doing = "gradients before the step"
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        aside = SetAside(self._shared_parameters())
+        split = {(a.stage, a.micro_batch) for a in self._order(work) if a.kind is Kind.I}
+        losses: dict[int, Tensor] = {}
+        with torch.enable_grad():
+            for action in self._order(work):
+                self._doing = _name(action)
+                at = action.stage, action.micro_batch
+                self._do(action, work, factors, at in split, losses)
+        self._doing = "gradients of all stages"
+        self._finish(work, aside)
+        return self._tell(losses, work, factors)
 
     def _do(
         self,
@@ -304,7 +310,9 @@ class PipelineRunner:
         stage, last = self._stages[index], self.channel.stages - 1
         if kind is Kind.F:
             received, args, kwargs = self._inputs(index, k, work)
-            after = partial(self._loss, target=work.targets[k]) if index == last else None
+            after = None
+            if index == last:
+                after = partial(loss_of, self.loss_fn, target=work.targets[k])
             start = perf_counter()
             output = stage.forward(k, args, kwargs, split=split, received=received, after=after)
             self._record(action, start)
@@ -341,7 +349,8 @@ class PipelineRunner:
         with torch.no_grad():
             for action in self._order(work):
                 if action.kind is Kind.F:
-                    self._guarded(_name(action), self._do_forward, action, work, after, results)
+                    self._doing = _name(action)
+                    self._do_forward(action, work, after, results)
         return results
 
     def _do_forward(
@@ -387,16 +396,6 @@ class PipelineRunner:
         args = received if isinstance(received, tuple) else (received,)
         return () if index == 0 else received, args, kwargs
 
-    def _loss(self, output: Any, target: Any) -> Tensor:
-        loss = output if self.loss_fn is None else self.loss_fn(output, target)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            what = (
-                f"a tensor {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            )
-            who = "the last stage" if self.loss_fn is None else "loss_fn"
-            raise PipelineError(f"{who} returned {what}, not a loss: a tensor of one element")
-        return loss
-
     def _shared_parameters(self) -> list[nn.Parameter]:
         """Those whose gradients are summed over ranks, each once."""
         found = self._parameters() if self._data is not None else self._tied.parameters()
@@ -434,6 +433,7 @@ class PipelineRunner:
 
     def _tell(self, losses: dict[int, Tensor], work: Work, factors: list[float]) -> Losses:
         """The losses of all micro-batches, from the rank that has them to all."""
+        self._doing = "losses"
         self.channel.flush()
         source = self.channel.stage_to_rank[-1]
         told: Any = None
@@ -447,14 +447,14 @@ class PipelineRunner:
         return Losses(total, tuple(each))
 
     def _joined(self, outputs: dict[int, Any], broadcast: bool) -> Any:
+        self._doing = "outputs"
         channel, source = self.channel, self.channel.stage_to_rank[-1]
         result = None
         if channel.rank == source:
             result = join([outputs[k] for k in sorted(outputs)])
-            if broadcast:
-                for rank in range(channel.group.size):
-                    if rank != source:
-                        channel.send_to(result, rank, tag="outputs")
+            for rank in range(channel.group.size if broadcast else 0):
+                if rank != source:
+                    channel.send_to(result, rank, tag="outputs")
         elif broadcast:
             result = channel.recv_from(source, tag="outputs")
         channel.flush()
@@ -462,31 +462,29 @@ class PipelineRunner:
 
     def _record(self, action: Action, start: float) -> None:
         if self.recorder is not None:
-            stage = self._stages[action.stage]
-            self.recorder.record(
-                action.kind, action.stage, action.micro_batch, start, perf_counter()
-            )
-            self.recorder.memory(action.stage, sum(stage.kept_bytes.values()))
+            at = action.stage, action.micro_batch
+            self.recorder.record(action.kind, *at, start, perf_counter())
+            kept = self._stages[action.stage].kept_bytes
+            self.recorder.memory(action.stage, sum(kept.values()))
 
-    def _guarded(self, what: str, function: Callable[..., T], *args: Any) -> T:
+    def _guarded(self, function: Callable[..., T], *args: Any) -> T:
         try:
             return function(*args)
         except BaseException as error:
-            self._fail(what, error)
+            self._fail(error)
 
-    def _fail(self, what: str, error: BaseException) -> NoReturn:
+    def _fail(self, error: BaseException) -> NoReturn:
         """Tell everyone who may wait for this rank, and raise what says where it happened."""
-        what = f"{what} on rank {self.channel.rank}"
+        what = f"{self._doing} on rank {self.channel.rank}"
         reason = f"{what}: {type(error).__name__}: {error}"
         self._broken = reason
         for stage in self._stages.values():
             stage.clear()
-        self.channel.fail(reason)
-        groups = [self.channel.group, *(place.group for _, place in self._placements)]
-        for group in {id(group): group for group in groups}.values():
-            group.fail(reason)
-        if self._data is not None:
-            self._data.fail(reason)
+        self.channel.fail(reason)  # and its group
+        places = {id(place.group): place.group for _, place in self._placements}
+        for group in (self._data, *places.values()):
+            if group is not None:
+                group.fail(reason)
         if not isinstance(error, Exception):
             raise error
         known = (PeerLostError, CollectiveTimeoutError, GroupMismatchError)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +20,16 @@ def count_tokens(target: Any) -> int:
             'scale="token": how many tokens a target has is only known of a tensor of integers; pass count='
         )
     return int((target != IGNORED).sum())
+
+
+def loss_of(loss_fn: Callable[..., Any] | None, output: Any, target: Any) -> Tensor:
+    """The loss of a micro-batch; without a function, the output is it."""
+    loss = output if loss_fn is None else loss_fn(output, target)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"a tensor {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        who = "the last stage" if loss_fn is None else "loss_fn"
+        raise UnsupportedError(f"{who} returned {what}, not a loss: a tensor of one element")
+    return loss
 
 
 def factors(

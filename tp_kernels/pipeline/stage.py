@@ -71,7 +71,6 @@ class Stage:
         self.kept_bytes: dict[int, int] = {}
         self._in_flight: dict[int, _InFlight] = {}
         self._pending: dict[int, list[Pending]] = {}
-        self._parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
 
     def forward(
         self,
@@ -94,7 +93,7 @@ class Stage:
         if inputs and not self.checkpointed:  # which needs them unchanged
             writable = {id(x): _Writable.apply(x) for x in inputs}
             args, kwargs = mapped(lambda leaf: writable.get(id(leaf), leaf), (tuple(args), kwargs))
-        kept = _Kept(self._parameters) if self.measured else None
+        kept = _Kept(self.module) if self.measured else None
         with kept or nullcontext(), self.split.recording() if split else nullcontext():
             output = self._run(micro_batch, args, kwargs)
             if after is not None:
@@ -202,8 +201,8 @@ def _requiring(value: Any) -> list[Tensor]:
 class _Kept:
     """Counts what autograd saves while it is entered: every storage once, parameters not at all."""
 
-    def __init__(self, parameters: set[int]) -> None:
-        self._seen = set(parameters)
+    def __init__(self, module: nn.Module) -> None:
+        self._seen = {p.untyped_storage().data_ptr() for p in module.parameters()}
         self.nbytes = 0
         self._hooks = saved_tensors_hooks(self._pack, lambda x: x)
 
