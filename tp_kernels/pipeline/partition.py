@@ -72,8 +72,8 @@ def partition(
     Raises:
         ShapeError: fewer layers than stages, lists of another length than stages, numbers that are not
             finite or have the wrong sign.
-        UnsupportedError: a schedule that puts several stages on a rank; or no cut fits into memory: it names the
-            stage, what it lacks, and what would fit.
+        UnsupportedError: a schedule that puts several stages on a rank; or no cut fits into memory: it
+            names the stage, what it lacks, and what would fit.
     """
     request = _Request(
         tuple(costs),

@@ -181,7 +181,7 @@ def schedule_of(name: str, stages: int, micro_batches: int) -> Schedule:
     if (per_rank := make(1, 1).stages) > 1:
         raise UnsupportedError(
             f"schedule={name!r} puts {per_rank} stages on each rank, whose times add up; a plan has one "
-            "stage per device: plan with one_f_one_b or zero_bubble_h1, or give split_layers bounds of your own"
+            "stage per device: plan with one_f_one_b or zero_bubble_h1, or choose bounds for split_layers"
         )
     return make(stages, micro_batches)
 
