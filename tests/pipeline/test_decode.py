@@ -15,6 +15,9 @@ from tp_kernels.integrations.checkpoint import stock_checkpoint
 from tp_kernels.pipeline.causal_lm import split_layers
 from tp_kernels.pipeline.decode import PipelinedDecoder, Sampling
 
+# The first call imports transformers in every rank.
+pytestmark = pytest.mark.timeout(300)
+
 UNEVEN = [3, 9, 1, 6, 12, 2, 7]
 CASES = [
     {"kind": "llama", "prompts": 7, "new": UNEVEN},

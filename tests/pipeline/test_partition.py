@@ -161,6 +161,19 @@ def stage_times(costs, bounds, speeds):
     ]
 
 
+def test_messages_of_both_directions_break_ties():
+    """The last stage is the slowest anyway; 3 s of work before it weigh less than two messages of 2 s."""
+    costs = [
+        LayerCost("a", 1.0, output_bytes=3),
+        LayerCost("b", 6.0, output_bytes=1),
+        LayerCost("c", 1.0, output_bytes=1),
+        LayerCost("slow", 100.0),
+    ]
+    options = {"speeds": [1.0, 2.0, 1.0], "bandwidth": 1.0}
+    assert partition(costs, 3, **options).bounds == (0, 2, 3, 4)
+    assert partition(costs, 3, **options, schedule="forward_only").bounds == (0, 1, 3, 4)
+
+
 def test_methods():
     costs = [LayerCost(f"l{i}", 1.0 + (i == 6), 0.0, 1 + 9 * (i == 0), 0, 0) for i in range(7)]
     uniform = partition(costs, 3, method="uniform")

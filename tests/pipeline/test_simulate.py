@@ -231,6 +231,8 @@ def test_what_cannot_be_simulated() -> None:
         gpipe(2, 2).simulate(Costs([1.0, 1.0, 1.0]))
     with pytest.raises(ShapeError, match="communication has 2 numbers, but 2 stages need 1"):
         gpipe(2, 2).simulate(Costs(communication=[1.0, 1.0]))
+    with pytest.raises(ShapeError, match="activation_weight is 2 in stage 1, activation only 1"):
+        gpipe(2, 2).simulate(Costs(activation_weight=[1.0, 2.0]))
     with pytest.raises(ShapeError, match="backward_weight is -1"):
         Costs(1.0, 1.0, [1.0, -1.0])
     with pytest.raises(ShapeError, match="forward is nan"):

@@ -28,7 +28,8 @@ def gpipe(ranks: int, micro_batches: int) -> Schedule:
 def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
     """A backward as soon as there is one, then the next forward (PipeDream-Flush, arXiv 2006.09503).
 
-    Bubble (p - 1) / m of the ideal time, as GPipe; stage s keeps only min(p - s, m) activations.
+    Bubble (p - 1) / m of the ideal time, as GPipe; stage s keeps only min(p - s, m) activations. With fewer
+    micro-batches than ranks, which torch refuses, the first ranks run all forwards first.
     """
     _check(ranks, micro_batches)
     orders = [

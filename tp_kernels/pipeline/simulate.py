@@ -44,7 +44,10 @@ class Costs:
                     raise ShapeError(f"{name} is {number}: costs are finite and not negative")
 
     def check(self, stages: int) -> None:
-        """ShapeError unless every list has one number per stage (communication: per boundary)."""
+        """ShapeError unless every list has one number per stage (communication: per boundary).
+
+        And unless what stays until W is a part of what is kept.
+        """
         for name in _NUMBERS:
             value = getattr(self, name)
             expected = stages - 1 if name == "communication" else stages
@@ -52,6 +55,14 @@ class Costs:
                 raise ShapeError(
                     f"{name} has {len(value)} numbers, but {stages} stages need {expected}: give one number "
                     f"for all, or {expected}"
+                )
+
+        for stage in range(stages):
+            whole, late = self.kept(stage), self.kept(stage, split=True)
+            if late > whole:
+                raise ShapeError(
+                    f"activation_weight is {late:g} in stage {stage}, activation only {whole:g}: what stays "
+                    "until W is a part of it"
                 )
 
     def of(self, kind: Kind, stage: int) -> float:
