@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from io import StringIO
 from unittest import mock
 
@@ -107,6 +109,19 @@ def test_tensor_ranks_in_a_stage(model):
     assert "tokens identical: yes" in text and "up to 2 groups of 2" in text, text
 
 
+def test_torchrun(model, tmp_path):
+    """The processes of a launcher; rank 0 prints once."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *("-m", "tp_kernels.cli", "pipeline", "run", "--model", str(model), "--prompt", "#$%&"),
+        *("--max-new-tokens", "3", "--chrome", str(tmp_path / "trace.json")),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("3 tokens of 1 prompts") == 1, done.stdout
+    assert (tmp_path / "trace.json").exists()
+
+
 def test_a_model_without_weights(model, tmp_path):
     config = json.loads((stock_checkpoint(model) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 7}))
@@ -123,7 +138,9 @@ def test_what_would_fit(tmp_path):
         pipeline("plan", "--costs", tmp_path / "costs.json", "--memory", "8MiB,4M")
 
 
-def test_refusals(tmp_path):
+def test_refusals(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
     for text, arguments in {
         "leave --stages out": ("run", "--plan", "x", "--stages", 2),
         "--seed has no effect": ("run", "--seed", 3),
@@ -134,6 +151,7 @@ def test_refusals(tmp_path):
         "give its --bandwidth": ("plan", "--latency", 1),
         "not what --save-costs writes": ("plan", "--costs", tmp_path / "none"),
         "--plan": ("run", "--plan", tmp_path / "none"),
+        "leave them out under torchrun": ("run", "--check"),
     }.items():
         with pytest.raises(UnsupportedError, match=text):
             pipeline(*arguments)

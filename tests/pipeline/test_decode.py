@@ -135,6 +135,8 @@ def test_refusals(world):
     with pytest.raises(UnsupportedError, match="2 stages need a channel"):
         PipelinedDecoder(stages[0])
     (whole,) = split_layers(decoders.tiny("llama"), 1)
+    with pytest.raises(ShapeError, match="max_new_tokens has 3 values for 1 prompts"):
+        PipelinedDecoder(whole).generate([[5]], [1, 2, 3])
     with pytest.raises(ShapeError, match="batch=0"):
         PipelinedDecoder(whole, batch=0)
 

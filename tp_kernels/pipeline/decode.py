@@ -66,6 +66,7 @@ class PipelinedDecoder:
         self.batch = batch
         self._caches: dict[int, Any] = {}
         self._generators: dict[int, torch.Generator] = {}
+        self._temperature = 0.0
         self._broken = ""
         self._check()
 
@@ -285,11 +286,18 @@ class _Requests:
         self._config = stage.config.get_text_config()
         if eos is None:
             eos = getattr(stage.generation_config, "eos_token_id", None)
+        self._wrong = ""
+        if isinstance(prompts, Sequence) and not isinstance(max_new_tokens, int):
+            counts = len(max_new_tokens), len(prompts)
+            if counts[0] != counts[1]:
+                self._wrong = f"max_new_tokens has {counts[0]} values for {counts[1]} prompts"
         self._eos = frozenset(() if eos is None else (eos,) if isinstance(eos, int) else eos)
 
     def next_group(self, slot: int) -> tuple[_Group | None, str]:
         """The next requests that run as one batch, if any wait; or why one is refused."""
         taken: list[_Request] = []
+        if self._wrong:
+            return None, self._wrong
         for number, prompt in self._prompts:
             try:
                 taken.append(self._checked(number, prompt))
