@@ -208,7 +208,7 @@ def test_table() -> None:
 
 
 def test_chrome_trace(tmp_path: Path) -> None:
-    timeline = zero_bubble_v(2, 3).simulate(Costs(1.0, 1.0, 1.0, communication=0.25))
+    timeline = zero_bubble_v(2, 3).simulate(Costs(1.0, 1.0, 1.0, communication=2.5))
     timeline.save_chrome(tmp_path / "trace.json")
     found = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     slices = [event for event in found if event["ph"] == "X"]
@@ -244,7 +244,7 @@ def test_chrome_trace(tmp_path: Path) -> None:
         (0, "stage 0"),
         (0, "stage 3"),
         (1, "stage 1"),
-        (1, "stage 2 messages"),
+        (1, "stage 2 SEND_F"),
     } <= names
     counters = {event["name"] for event in found if event["ph"] == "C"}
     assert counters == {f"activations of stage {stage}" for stage in range(4)}
