@@ -219,6 +219,8 @@ def test_refuses_what_cannot_be() -> None:
         search(2, 2, Costs(activation=2.0), 3.0, 2)
     with pytest.raises(ShapeError, match="memory_limit has 3 numbers for 2 ranks"):
         search(2, 2, Costs(), (1.0, 1.0, 1.0))
+    with pytest.raises(ShapeError, match="memory_limit is nan"):
+        search(2, 2, Costs(), float("nan"))
     with pytest.raises(ShapeError, match="use 1 or more"):
         search(2, 0, Costs())
     with pytest.raises(ShapeError, match="must name each of 2 ranks 1 times"):

@@ -67,6 +67,12 @@ def test_what_follows_from_events() -> None:
     assert both.busy(0) == 3.0
 
 
+def test_nothing_takes_time() -> None:
+    for empty in (Timeline("nothing", ()), Timeline("no time", events((0, 0, "F", 0, 1.0, 1.0)))):
+        bubbles = empty.bubble_over_ideal, empty.bubble_over_total, empty.steady_bubble
+        assert bubbles == (0.0, 0.0, 0.0)
+
+
 def test_peak_memory_adds_stages() -> None:
     samples = [
         (0, 0, 0.0, 5.0),
