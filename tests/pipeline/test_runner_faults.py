@@ -71,9 +71,17 @@ class Pipe:
     """Group, channel and runner of one rank, which a fault breaks."""
 
     def __init__(
-        self, name: str, happens: Happens = nothing, timeout: float = 20.0, **options: Any
+        self,
+        name: str,
+        happens: Happens = nothing,
+        timeout: float = 20.0,
+        provider: str = "auto",
+        **options: Any,
     ) -> None:
-        self.group = ParallelGroup(timeout=20.0)
+        processes = None
+        if provider == "none":  # which is of no more use after a fault
+            processes = torch.distributed.new_group()
+        self.group = ParallelGroup(processes, timeout=20.0, provider=provider)
         ranks = self.group.size
         placement = SCHEDULES[name](ranks, 1).stage_to_rank
         self.channel = PipelineCommunicator(self.group, stage_to_rank=placement, timeout=timeout)
@@ -151,6 +159,22 @@ def each_phase_and_stage() -> None:
 
 def test_each_phase_and_stage(world) -> None:
     world(3).run(each_phase_and_stage)
+
+
+def through_a_process_group() -> None:
+    """At once and not at the deadline, also for ranks that have done their part and wait for losses."""
+    for phase, stage, k in (("forward", 1, 1), ("backward", 2, 1), ("backward", 0, 3)):
+        pipe = Pipe("one_f_one_b", provider="none")
+        started = monotonic()
+        with pytest.raises(TpKernelsError) as caught:
+            pipe.step(4, raising(phase, stage, k))
+        assert monotonic() - started < 15
+        assert f"micro-batch {k} in stage {stage} on rank {stage}: Plan" in str(caught.value)
+        pipe.close()
+
+
+def test_through_a_process_group(world) -> None:
+    world(3).run(through_a_process_group)
 
 
 def other_ways_to_fail() -> None:

@@ -17,16 +17,17 @@ from tp_kernels.comm.errors import (
     UnsupportedError,
 )
 from tp_kernels.comm.group import ParallelGroup
-from tp_kernels.comm.objects import all_gather_object, broadcast_object
+from tp_kernels.comm.objects import all_gather_object
 from tp_kernels.layers.gradients import finalize_gradients
 from tp_kernels.layers.placement import placements
 from tp_kernels.layers.random import RandomStreams
 
 from . import gradients, scaling
+from .agreement import agree, from_last
 from .communicator import PipelineCommunicator
 from .gradients import SetAside, sum_over_replicas
 from .micro_batches import join
-from .preparation import Schedules, Work, agree, check_modules, check_room, prepare
+from .preparation import Schedules, Work, check_modules, check_room, prepare
 from .scaling import loss_of
 from .schedule import Action, Kind, Schedule
 from .stage import PipelineError, Stage
@@ -113,10 +114,7 @@ class PipelineRunner:
         recorder: Recorder | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        if scale not in scaling.SCALES:
-            raise UnsupportedError(f"scale={scale!r}: use one of {', '.join(scaling.SCALES)}")
-        if count is not None and scale != "token":
-            raise UnsupportedError(f'count= has no effect with scale={scale!r}; use scale="token"')
+        scaling.check(scale, count)
         self.channel, self.loss_fn, self.scale = channel, loss_fn, scale
         self.micro_batches, self.optimizer = micro_batches, optimizer
         self.recorder = recorder if recorder is not None else channel.recorder
@@ -250,7 +248,7 @@ class PipelineRunner:
         """What to do, and the factor of every loss, once all ranks agree."""
         if self._broken:
             raise PipelineError(
-                f"{mode}: this runner is of no more use since {self._broken}; make a new group, channel and "
+                f"{mode}: this runner is of no more use since {self._broken}; make new groups, channel and "
                 "runner, and load the last checkpoint"
             )
         asked = self.micro_batches if micro_batches is None else micro_batches
@@ -434,30 +432,23 @@ class PipelineRunner:
     def _tell(self, losses: dict[int, Tensor], work: Work, factors: list[float]) -> Losses:
         """The losses of all micro-batches, from the rank that has them to all."""
         self._doing = "losses"
-        self.channel.flush()
-        source = self.channel.stage_to_rank[-1]
         told: Any = None
-        if self.channel.rank == source:
+        if losses:
             each = [float(losses[k]) for k in range(work.micro_batches)]
             total = sum(loss * factor for loss, factor in zip(each, factors, strict=True))
-            told = total if work.schedule.flush else total / work.micro_batches, each
+            total = total if work.schedule.flush else total / work.micro_batches
             if self._data is not None:
-                told = sum(all_gather_object(told[0], self._data)), each
-        total, each = broadcast_object(told, self.channel.group, source)
-        return Losses(total, tuple(each))
+                self.channel.flush()
+                total = sum(all_gather_object(total, self._data))
+            told = total, tuple(each)
+        return Losses(*from_last(self.channel, told, "losses"))
 
     def _joined(self, outputs: dict[int, Any], broadcast: bool) -> Any:
         self._doing = "outputs"
-        channel, source = self.channel, self.channel.stage_to_rank[-1]
-        result = None
-        if channel.rank == source:
-            result = join([outputs[k] for k in sorted(outputs)])
-            for rank in range(channel.group.size if broadcast else 0):
-                if rank != source:
-                    channel.send_to(result, rank, tag="outputs")
-        elif broadcast:
-            result = channel.recv_from(source, tag="outputs")
-        channel.flush()
+        result = join([outputs[k] for k in sorted(outputs)]) if outputs else None
+        if broadcast:
+            return from_last(self.channel, result, "outputs")
+        self.channel.flush()
         return result
 
     def _record(self, action: Action, start: float) -> None:

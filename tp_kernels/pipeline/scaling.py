@@ -13,6 +13,13 @@ IGNORED = -100  # what torch's cross_entropy ignores
 SCALES = ("micro_batch", "token", "sum")
 
 
+def check(scale: str, count: Any) -> None:
+    if scale not in SCALES:
+        raise UnsupportedError(f"scale={scale!r}: use one of {', '.join(SCALES)}")
+    if count is not None and scale != "token":
+        raise UnsupportedError(f'count= has no effect with scale={scale!r}; use scale="token"')
+
+
 def count_tokens(target: Any) -> int:
     """Elements of an integer target that are not `IGNORED`."""
     if not isinstance(target, Tensor) or target.is_floating_point() or target.is_complex():
