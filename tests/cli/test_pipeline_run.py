@@ -34,13 +34,40 @@ def model(tmp_path_factory):
         yield file
 
 
+@pytest.fixture
+def shared_ranks(world, monkeypatch):
+    """Commands use the ranks that other tests started, and this process where they want a single one."""
+
+    class Shared:
+        threads = 1
+
+        def __init__(self, size, threads=None):
+            self.size = size
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def run(self, function, *arguments):
+            return (
+                [function(*arguments)]
+                if self.size == 1
+                else world(self.size).run(function, *arguments)
+            )
+
+    monkeypatch.setattr("tp_kernels.Ranks", Shared)
+    monkeypatch.setattr(pipeline_cuts, "Ranks", Shared)
+
+
 def pipeline(*arguments: object, status: int = 0) -> str:
     done = CliRunner().invoke(app, ["pipeline", *map(str, arguments)], catch_exceptions=False)
     assert done.exit_code == status, done.output
     return done.output
 
 
-def test_plan_and_run(model, tmp_path):
+def test_plan_and_run(model, tmp_path, shared_ranks):
     """The cut that `plan` writes is the one that `run` uses; tokens are those of one process."""
     cut, costs = tmp_path / "cut.json", tmp_path / "costs.json"
     text = pipeline(
@@ -89,7 +116,7 @@ def test_plan_and_run(model, tmp_path):
     assert json.loads(trace.read_text())["traceEvents"] and picture.stat().st_size > 1000
 
 
-def test_tensor_ranks_in_a_stage(model):
+def test_tensor_ranks_in_a_stage(model, shared_ranks):
     text = pipeline(
         *(
             "run",
@@ -139,6 +166,9 @@ def test_what_would_fit(tmp_path):
 
 
 def test_refusals(tmp_path, monkeypatch):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "empty").write_text("")
+    nowhere = tmp_path / "missing" / "file.json"
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     for text, arguments in {
@@ -153,7 +183,16 @@ def test_refusals(tmp_path, monkeypatch):
         ),
         "give its --bandwidth": ("plan", "--latency", 1),
         "not what --save-costs writes": ("plan", "--costs", tmp_path / "none"),
-        "--plan": ("run", "--plan", tmp_path / "none"),
+        "--plan .*none": ("run", "--plan", tmp_path / "none"),
+        "--plan .*binary.*codec": ("run", "--plan", tmp_path / "binary"),
+        "--plan .*empty: not a plan": ("run", "--plan", tmp_path / "empty"),
+        "--costs .*binary": ("plan", "--costs", tmp_path / "binary"),
+        "--costs .*empty": ("plan", "--costs", tmp_path / "empty"),
+        "--json .*: there is no directory": ("plan", "--json", nowhere),
+        "--save-costs .*: there is no directory": ("plan", "--save-costs", nowhere),
+        "--chrome .*: there is no directory": ("run", "--chrome", nowhere),
+        "--picture .*: use a name": ("run", "--picture", tmp_path / "x.xyz"),
+        "--picture .*: is a directory": ("plan", "--picture", tmp_path),
         "leave them out under torchrun": ("run", "--check"),
     }.items():
         with pytest.raises(UnsupportedError, match=text):
@@ -212,8 +251,7 @@ def test_every_cut(monkeypatch):
         assert lines["l2"].count(f"{share:.1%}") == 2 and "the plan" not in lines["l1"]
 
 
-@pytest.mark.slow
-def test_every_cut_runs(model):
+def test_every_cut_runs(model, shared_ranks):
     text = pipeline(
         *("plan", "--model", model, "--schedule", "forward_only", "--try-all", "--rounds", 1),
         *("--sequence", 4, "--repeats", 1, "--micro-batches", 2, "--speeds", "1,0.5"),

@@ -193,7 +193,6 @@ def test_smollm(world):
         decoders.stock(stock, text, 12, stock.generation_config.eos_token_id) for text in texts
     ]
     embedding = stock.get_input_embeddings().weight.numel()
-    for size in (2, 3):
-        for found, held in world(size).run(decoders.smollm, checkpoint, texts, 12):
-            assert found == wanted
-            assert held < 1.01 * ((whole - embedding) / size + embedding)
+    for found, held in world(2).run(decoders.smollm, checkpoint, texts, 12):
+        assert found == wanted
+        assert held < 1.01 * ((whole - embedding) / 2 + embedding)

@@ -17,6 +17,7 @@ from rich.console import Console
 from tp_kernels import ShapeError, UnsupportedError
 
 from .models import DEMO_MODEL, ModelOption
+from .outputs import check_outputs
 
 if TYPE_CHECKING:
     from tp_kernels.pipeline.plan import LayerCost
@@ -123,6 +124,7 @@ def plan(
     """
     from tp_kernels.pipeline.partition import partition
 
+    check_outputs(picture, save_costs=save_costs, json=json, chrome=chrome)
     if decode and schedule != "forward_only":
         raise UnsupportedError(f"--decode measures inference; {schedule} trains: use forward_only")
     if decode and try_all:

@@ -13,6 +13,7 @@ from rich.console import Console
 from tp_kernels import UnsupportedError
 
 from .models import DEMO_MODEL, ModelOption
+from .outputs import check_outputs
 
 if TYPE_CHECKING:
     from .pipeline_worker import Answers, Job
@@ -93,6 +94,7 @@ def run(
     from .pipeline_worker import Job, answer_all
     from .progress import converted, progress_bars
 
+    check_outputs(picture, chrome=chrome)
     if plan is not None and stages is not None:
         raise UnsupportedError("--plan says how many stages there are: leave --stages out")
     if seed and not temperature:
@@ -103,7 +105,7 @@ def run(
     if plan is not None:
         try:
             cut = Plan.from_json(plan.read_text()).bounds
-        except OSError as error:
+        except (OSError, UnicodeDecodeError, UnsupportedError) as error:
             raise UnsupportedError(f"--plan {plan}: {error}") from error
     count = cut if isinstance(cut, int) else len(cut) - 1
     torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
