@@ -91,6 +91,12 @@ def test_seconds_are_of_the_right_layer(monkeypatch):
         (0.25, 8.0),
     ]
     assert partition(costs, 2).bounds == (0, 2, 3)
+    slow_start = Sleep(1.0, 0.0)
+    calls = iter(
+        [9.0, 9.0, 1.0, 1.0]
+    )  # to lead the sample on, to warm up, measured, to count bytes
+    slow_start.register_forward_pre_hook(lambda *_: pass_time(next(calls) - 1.0))
+    assert profile_layers([slow_start], x, repeats=1, clock=lambda: clock[0])[0].forward == 1.0
     # The input of the first layer needs no gradient unless it says so.
     assert profile_layers(layers, x.detach(), clock=lambda: clock[0])[0].backward == 0
 
