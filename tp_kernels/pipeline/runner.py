@@ -315,6 +315,11 @@ class PipelineRunner:
             output = stage.forward(k, args, kwargs, split=split, received=received, after=after)
             self._record(action, start)
             if index == last:
+                if not output.requires_grad and stage.trains(received):
+                    raise PipelineError(
+                        "the loss requires no gradient, though parameters or inputs of the last stage do: "
+                        "was it detached, or computed under no_grad or inference_mode?"
+                    )
                 losses[k] = output.detach()
             else:
                 self._check_room(output, index, index + 1)
