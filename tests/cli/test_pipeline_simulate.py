@@ -105,6 +105,9 @@ def test_search(tmp_path: Path) -> None:
         ("--schedule gpipe --forward a,b", "--forward a,b: use a number such as 0.5"),
         ("--schedule gpipe --forward 1,2", "forward has 2 numbers, but 4 stages need 4"),
         ("--search --memory-limit 0.5", "the memory limit is 0.5"),
+        ("--schedule gpipe --csv none/x.csv", "--csv none/x.csv: there is no directory none"),
+        ("--schedule gpipe --chrome .", "--chrome .: is a directory"),
+        ("--schedule gpipe --picture x.xyz", "--picture x.xyz: use a name that ends in .png"),
     ],
 )
 def test_refuses(arguments: str, message: str) -> None:
@@ -114,7 +117,14 @@ def test_refuses(arguments: str, message: str) -> None:
 
 def test_costs_that_are_none(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
-    for text in ("[1]", '{"forwards": 1}', "{", '{"forward": "one"}'):
+    for text in ("[1]", '{"forward": [1, null]}', '{"forwards": 1}', "{", '{"forward": "one"}'):
         path.write_text(text)
         with pytest.raises(UnsupportedError, match="--costs"):
             simulate("--schedule", "gpipe", "--costs", path)
+
+
+def test_tables_that_are_none(tmp_path: Path) -> None:
+    path = tmp_path / "binary.csv"
+    path.write_bytes(b"\xff\x00")
+    with pytest.raises(UnsupportedError, match=r"--schedule .*binary\.csv: .*decode"):
+        simulate("--schedule", path)

@@ -270,6 +270,39 @@ def use_credits(provider: str) -> None:
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
+def test_credits_are_given_back_before_a_wait(world, provider):
+    """Rank 1 waits for what rank 0 sends when its messages have left; one needs a credit of rank 1."""
+    world(2).run(wait_with_credits, provider)
+
+
+def wait_with_credits(provider: str) -> None:
+    with pipeline(provider, credits=4, timeout=10) as comm:
+        if comm.rank == 0:
+            for mb in range(5):
+                comm.send_forward(mb, micro_batch=mb)
+            comm.flush()
+            comm.send_to("go", 1, tag="go")
+        else:
+            assert comm.recv_forward(micro_batch=0) == 0
+            assert comm.recv_from(0, tag="go") == "go"
+            assert [comm.recv_forward(micro_batch=mb) for mb in range(1, 5)] == [1, 2, 3, 4]
+
+
+def test_long_descriptions_are_not_kept(world):
+    assert max(world(2).run(send_long_texts)) < 100_000
+
+
+def send_long_texts() -> int:
+    with pipeline() as comm:
+        for mb in range(20):
+            if comm.rank == 0:
+                comm.send_forward([f"{mb}" * 100_000, torch.zeros(mb)], micro_batch=mb)
+            else:
+                assert comm.recv_forward(micro_batch=mb)[0] == f"{mb}" * 100_000
+        return sum(map(len, comm._exchange._descriptions))
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
 def test_the_same_micro_batch_again(world, provider):
     """In the next step micro-batch 0 is another one; both may be under way."""
     world(2).run(repeat, provider)
@@ -277,11 +310,14 @@ def test_the_same_micro_batch_again(world, provider):
 
 def repeat(provider: str) -> None:
     with pipeline(provider) as comm:
-        for step in range(3):
-            if comm.rank == 0:
+        if comm.rank == 0:
+            for step in range(3):
                 comm.send_forward(step, micro_batch=0)
-            elif step == 2:
-                assert [comm.recv_forward(micro_batch=0) for _ in range(3)] == [0, 1, 2]
+            return
+        box, give_up = comm._exchange.mailbox, time.monotonic() + 10
+        while sum(map(len, box.values())) < 3 and time.monotonic() < give_up:
+            comm.progress()
+        assert [comm.recv_forward(micro_batch=0) for _ in range(3)] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
@@ -423,6 +459,11 @@ def test_arguments_that_make_no_sense(world):
         ({"credits": 0}, "UnsupportedError: 2 stages, credits=0"),
         ({"credits": 256}, "credits=256"),
         ({"buffer_bytes": 10}, "buffer_bytes=10"),
+        ({"buffer_bytes": 4e6}, "UnsupportedError: .*buffer_bytes=4000000.0"),
+        ({"buffer_bytes": 1 << 60}, "UnsupportedError: .*use .* 4096 to 1125899906842624 bytes"),
+        ({"credits": 2.5}, "UnsupportedError: .*credits=2.5"),
+        ({"timeout": -1}, "UnsupportedError: .*timeout=-1"),
+        ({"stage_to_rank": (0, 1.0)}, "ShapeError"),
         (
             {"buffer_bytes": 1 << 50},
             r"does not fit: \d+ bytes are free.*; pass buffer_bytes=\d+, or make",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, permutations
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis import given, settings
 
@@ -117,14 +119,14 @@ def agree(costs, stages, options, orders, **more):
     return True
 
 
-@settings(max_examples=400)
+@settings(max_examples=300)
 @given(problems())
 def test_as_good_as_trying_every_cut(problem):
     costs, stages, options = problem
     agree(costs, stages, options, [tuple(range(stages))])
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(problems())
 def test_as_good_as_trying_every_order_of_the_devices(problem):
     costs, stages, options = problem
@@ -224,11 +226,20 @@ def test_kept_activations():
     assert in_flight("one_f_one_b", 3, 5) == (3, 2, 1)
     assert in_flight("forward_only", 2, 7) == (7, 7)
     assert in_flight("zero_bubble_h2", 3, 8)[0] == 5
-    assert max(in_flight("zero_bubble_v", 6, 8)) <= 6
     for name in SCHEDULES:
-        assert len(in_flight(name, 4, 6)) == 4
-    with pytest.raises(UnsupportedError, match="3 stages do not divide"):
-        in_flight("dual_pipe_v", 3, 4)
+        if SCHEDULES[name](1, 1).stages == 1:
+            assert len(in_flight(name, 4, 6)) == 4
+        else:
+            with pytest.raises(UnsupportedError, match=f"'{name}' puts 2 stages on each rank"):
+                partition([LayerCost("l", 1.0)] * 8, 4, schedule=name)
+    # Stage 0 keeps 4 micro-batches, and the weights that 4 of them have seen; stage 1 two.
+    layers = [LayerCost("l", 1.0, 2.0, 100, 7)] * 4
+    plans = [
+        partition(layers, 4, schedule=name, micro_batches=6, optimizer_factor=1.0)
+        for name in ("one_f_one_b", "pipedream")
+    ]
+    assert plans[0].memory == tuple(300 + 7 * k for k in (4, 3, 2, 1))
+    assert plans[1].memory == tuple(300 + 100 * (k - 1) + 7 * k for k in (4, 3, 2, 1))
     with pytest.raises(UnsupportedError, match="schedule='magic'"):
         partition([LayerCost("l")], 1, schedule="magic")
 
@@ -247,8 +258,39 @@ def test_refusals():
         partition([*costs, *costs], 9, reorder=True)
     with pytest.raises(UnsupportedError, match="links of other orders"):
         partition(costs, 3, bandwidth=[1.0, 2.0], reorder=True)
-    with pytest.raises(UnsupportedError, match="not a plan"):
-        Plan.from_json("[]")
+    for text in ("[]", '{"stages": []}', "\xff"):
+        with pytest.raises(UnsupportedError, match="not a plan"):
+            Plan.from_json(text)
+
+
+def test_numbers():
+    """What is no finite number is refused by name; other types of numbers are as good as Python's."""
+    good = [LayerCost(f"l{i}", 1.0, 2.0, 10, 10, 10) for i in range(4)]
+    nan, inf = float("nan"), float("inf")
+    for field in ("forward", "backward", "parameter_bytes", "activation_bytes", "output_bytes"):
+        for value in (nan, inf, -1, None):
+            bad = [*good, replace(good[0], name="bad", **{field: value})]
+            with pytest.raises(ShapeError, match=f"layer 'bad': {field}"):
+                partition(bad, 2)
+    for name, values in {
+        "speeds": ([nan, 1], [1, inf], [1, -1], [None, 1]),
+        "bandwidth": (nan, inf, -1.0, 0),
+        "memory": (nan, -1, [inf, 3]),
+        "latency": (-5.0, nan),
+        "optimizer_factor": (-1, inf),
+        "micro_batches": (0, 2.0),
+    }.items():
+        for value in values:
+            with pytest.raises(ShapeError, match=f"{name}="):
+                partition(good, 2, **{name: value})
+    for stages in (0, 2.0):
+        with pytest.raises(ShapeError, match="stages="):
+            partition(good, stages)
+    plan = partition(good, 2, memory=np.int64(10**9), speeds=np.array([1.0, 3.0]))
+    assert plan.bounds == (0, 1, 4) and Plan.from_json(plan.to_json()) == plan
+    assert partition([LayerCost("l", 1e300)] * 3, 2).bounds in ((0, 1, 3), (0, 2, 3))
+    with pytest.raises(ShapeError, match="no cut takes a finite time"):
+        partition([LayerCost("l", 1e300)] * 3, 2, speeds=1e-300)
 
 
 def test_what_would_fit():

@@ -10,7 +10,6 @@ from torch import nn
 
 from tests.pipeline import decoders
 from tp_kernels.comm import ShapeError, UnsupportedError
-from tp_kernels.pipeline import profile
 from tp_kernels.pipeline.causal_lm import split_layers
 from tp_kernels.pipeline.partition import partition
 from tp_kernels.pipeline.profile import profile_layers, profile_units
@@ -78,7 +77,6 @@ def test_values_of_several_tensors():
 def test_seconds_are_of_the_right_layer(monkeypatch):
     """A clock that only sleeping moves: no other load of the machine counts."""
     clock = [0.0]
-    monkeypatch.setattr(profile, "_now", lambda: clock[0])
 
     def pass_time(seconds):
         clock[0] += seconds
@@ -86,7 +84,7 @@ def test_seconds_are_of_the_right_layer(monkeypatch):
     monkeypatch.setitem(Sleepy.forward.__globals__, "sleep", pass_time)
     layers = [Sleep(1.0, 2.0), Sleep(3.0, 0.5), Sleep(0.25, 8.0)]
     x = torch.randn(3, requires_grad=True)
-    costs = profile_layers(layers, x, repeats=3)
+    costs = profile_layers(layers, x, repeats=3, clock=lambda: clock[0])
     assert [(cost.forward, cost.backward) for cost in costs] == [
         (1.0, 2.0),
         (3.0, 0.5),
@@ -94,7 +92,7 @@ def test_seconds_are_of_the_right_layer(monkeypatch):
     ]
     assert partition(costs, 2).bounds == (0, 2, 3)
     # The input of the first layer needs no gradient unless it says so.
-    assert profile_layers(layers, x.detach())[0].backward == 0
+    assert profile_layers(layers, x.detach(), clock=lambda: clock[0])[0].backward == 0
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 
 import pytest
 
-from tp_kernels import ShapeError
+from tp_kernels import ParallelGroup, Ranks, ShapeError
+from tp_kernels.bench.pipeline import Sleeper, check_step, loss
+from tp_kernels.pipeline.communicator import PipelineCommunicator
 from tp_kernels.pipeline.generators import SCHEDULES, one_f_one_b, zero_bubble_h1, zero_bubble_v
 from tp_kernels.pipeline.line import Line, Rule
+from tp_kernels.pipeline.runner import PipelineRunner
 from tp_kernels.pipeline.schedule import Action, Kind, Schedule, ScheduleError
 from tp_kernels.pipeline.search import search
 from tp_kernels.pipeline.simulate import Costs
@@ -180,6 +183,28 @@ def test_whole_backwards_where_nobody_waits() -> None:
     )
 
 
+def run_tables(tables: list[str]) -> int:
+    """In every rank: one step per schedule, whose losses and gradients are checked."""
+    for text in tables:
+        schedule = Schedule.from_csv(text)
+        with (
+            ParallelGroup() as group,
+            PipelineCommunicator(group, stage_to_rank=schedule.stage_to_rank) as channel,
+        ):
+            stages = [Sleeper(0.0) for _ in channel.my_stages]
+            check_step(
+                PipelineRunner(stages, schedule, channel, loss, scale="sum"), stages, schedule
+            )
+    return len(tables)
+
+
+def test_found_schedules_run(world: Callable[[int], Ranks]) -> None:
+    costs = Costs(1.0, 1.3, 0.4, communication=0.2)
+    found = [search(2, 5, costs, 2.0), search(2, 3, costs, 4.0, 2), search(2, 4, costs, 8.0, 3)]
+    assert [schedule.name for schedule in found].count("search") >= 2
+    assert world(2).run(run_tables, [schedule.to_csv() for schedule in found]) == [3, 3]
+
+
 def test_tells_how_far_it_is() -> None:
     told: list[tuple[str, int, int]] = []
     search(2, 2, Costs(), moves=10, progress=lambda *step: told.append(step))
@@ -194,6 +219,8 @@ def test_refuses_what_cannot_be() -> None:
         search(2, 2, Costs(activation=2.0), 3.0, 2)
     with pytest.raises(ShapeError, match="memory_limit has 3 numbers for 2 ranks"):
         search(2, 2, Costs(), (1.0, 1.0, 1.0))
+    with pytest.raises(ShapeError, match="memory_limit is nan"):
+        search(2, 2, Costs(), float("nan"))
     with pytest.raises(ShapeError, match="use 1 or more"):
         search(2, 0, Costs())
     with pytest.raises(ShapeError, match="must name each of 2 ranks 1 times"):

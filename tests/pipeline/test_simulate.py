@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise, product
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -235,5 +236,9 @@ def test_what_cannot_be_simulated() -> None:
         gpipe(2, 2).simulate(Costs(activation_weight=[1.0, 2.0]))
     with pytest.raises(ShapeError, match="backward_weight is -1"):
         Costs(1.0, 1.0, [1.0, -1.0])
+    with pytest.raises(ShapeError, match="forward has None: use a number"):
+        Costs([1.0, None])  # type: ignore[list-item]
+    with pytest.raises(ShapeError, match=r"forward has array.*use a number"):
+        Costs(np.ones(2))  # type: ignore[arg-type]
     with pytest.raises(ShapeError, match="forward is nan"):
         Costs(float("nan"))

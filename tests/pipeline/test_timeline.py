@@ -67,6 +67,12 @@ def test_what_follows_from_events() -> None:
     assert both.busy(0) == 3.0
 
 
+def test_nothing_takes_time() -> None:
+    for empty in (Timeline("nothing", ()), Timeline("no time", events((0, 0, "F", 0, 1.0, 1.0)))):
+        bubbles = empty.bubble_over_ideal, empty.bubble_over_total, empty.steady_bubble
+        assert bubbles == (0.0, 0.0, 0.0)
+
+
 def test_peak_memory_adds_stages() -> None:
     samples = [
         (0, 0, 0.0, 5.0),
@@ -208,7 +214,7 @@ def test_table() -> None:
 
 
 def test_chrome_trace(tmp_path: Path) -> None:
-    timeline = zero_bubble_v(2, 3).simulate(Costs(1.0, 1.0, 1.0, communication=0.25))
+    timeline = zero_bubble_v(2, 3).simulate(Costs(1.0, 1.0, 1.0, communication=2.5))
     timeline.save_chrome(tmp_path / "trace.json")
     found = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     slices = [event for event in found if event["ph"] == "X"]
@@ -244,7 +250,7 @@ def test_chrome_trace(tmp_path: Path) -> None:
         (0, "stage 0"),
         (0, "stage 3"),
         (1, "stage 1"),
-        (1, "stage 2 messages"),
+        (1, "stage 2 SEND_F"),
     } <= names
     counters = {event["name"] for event in found if event["ph"] == "C"}
     assert counters == {f"activations of stage {stage}" for stage in range(4)}

@@ -224,8 +224,23 @@ def test_memory_limit() -> None:
     SCHEDULES["forward_only"](2, 9).validate(memory=1)
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("(0F0;1F0)OVERLAP_F_B,1B0,0B0", "step 0, .*: 1F0 needs 0F0, which runs beside it"),
+        ("0F0,(1F0;1B0)OVERLAP_F_B,0B0", "step 1, .*: 1B0 needs 1F0"),
+        ("0F0,1F0,(1I0;0I0)OVERLAP_F_B,1W0,0W0", "step 2, .*: 0I0 needs 1I0"),
+    ],
+)
+def test_pairs_do_not_need_each_other(row: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=f"rank 0, {message}"):
+        Schedule.from_csv(f"{row}\n").validate()
+
+
 def test_tables_that_are_none() -> None:
     good = gpipe(2, 2)
+    with pytest.raises(ScheduleError, match="0 micro-batches: there is nothing to do"):
+        replace(good, micro_batches=0, actions=((), ())).validate()
     with pytest.raises(ScheduleError, match="1 rows of actions for 2 ranks"):
         replace(good, actions=good.actions[:1]).validate()
     with pytest.raises(ScheduleError, match="1 stages are placed of 2"):

@@ -142,21 +142,23 @@ def measure_in_rank(name: str, settings: Settings) -> list[Timeline]:
         ) as channel:
             seconds = settings.seconds * group.size / schedule.stages
             stages = [Sleeper(seconds) for _ in channel.my_stages]
-            runner = PipelineRunner(stages, schedule, channel, _loss, scale="sum")
+            runner = PipelineRunner(stages, schedule, channel, loss, scale="sum")
             found = []
             for step in range(settings.steps + 1):
                 recorder.clear()
-                _step(runner, stages, schedule)
+                check_step(runner, stages, schedule)
                 if step:
                     found.append(recorder.timeline(group, name))
             return found
 
 
-def _loss(output: Tensor, target: Tensor) -> Tensor:
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    """Their difference: the micro-batch, plus one for every stage."""
     return (output - target).sum()
 
 
-def _step(runner: PipelineRunner, stages: Sequence[Sleeper], schedule: Schedule) -> None:
+def check_step(runner: PipelineRunner, stages: Sequence[Sleeper], schedule: Schedule) -> None:
+    """One step of a batch of the numbers of its micro-batches; TpKernelsError if its result is wrong."""
     m = schedule.micro_batches
     for stage in stages:
         stage.weight.grad = None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from time import perf_counter, sleep
+from time import perf_counter, sleep, thread_time
 from typing import Any
 
 from rich.console import Console
@@ -36,50 +36,65 @@ def try_cuts(
     plan: Plan,
     batch: tuple[int, int],
     rounds: int,
-    threads: int = 1,
 ) -> float:
     """Print micro-batches per second of every cut; returns that of the plan, divided by the best.
 
-    Two ranks with so many threads each run forwards that fill the pipe. A stage on a slow device sleeps,
-    after its computation, for as long as that device would still compute.
+    Two ranks of one thread run forwards that fill the pipe. A stage on a slow device sleeps, after its
+    computation, for as long as that device would still compute. On a busy machine throughput is that of the
+    other programs; what the slowest stage computes, in seconds of its own thread, is still to be compared.
     """
     fastest = max(stage.speed for stage in plan.stages)
     slowdowns = tuple(fastest / stage.speed for stage in plan.stages)
     cuts = range(1, len(costs))
-    measured: dict[int, list[float]] = {cut: [] for cut in cuts}
-    with progress_bars() as bars, Ranks(2, threads=threads) as ranks:
+    rates: dict[int, list[float]] = {cut: [] for cut in cuts}
+    paces: dict[int, list[float]] = {cut: [] for cut in cuts}
+    with progress_bars() as bars, Ranks(2, threads=1) as ranks:
         trial = Trial(converted(model, bars), slowdowns, batch, plan.micro_batches)
-        task = bars.add_task("trying cuts", total=len(cuts) * (rounds + 1))
-        for turn in range(rounds + 1):
+        task = bars.add_task("trying cuts", total=len(cuts) * rounds)
+        ranks.run(seconds_of_cut, trial, (0, 1, len(costs)))  # loads the model
+        for _ in range(rounds):
             for cut in cuts:
-                took = max(ranks.run(seconds_of_cut, trial, (0, cut, len(costs))))
-                if turn:  # the first allocates and reads
-                    measured[cut].append(took)
+                wall, computing = zip(
+                    *ranks.run(seconds_of_cut, trial, (0, cut, len(costs))), strict=True
+                )
+                rates[cut].append(trial.micro_batches / max(wall))
+                paces[cut].append(max(computing) / trial.micro_batches)
                 bars.advance(task)
-    rates = {cut: trial.micro_batches / median(times) for cut, times in measured.items()}
-    chosen, best = plan.bounds[1], max(rates, key=lambda cut: rates[cut])
-    table = new_table("first stage ends with", "predicted", "micro-batches/s", "of the best", "")
+    rate = {cut: median(values) for cut, values in rates.items()}
+    pace = {cut: median(values) for cut, values in paces.items()}
+    chosen = plan.bounds[1]
+    best, quickest = max(cuts, key=rate.__getitem__), min(cuts, key=pace.__getitem__)
+    table = new_table(
+        "first stage ends with",
+        "predicted",
+        "computed",
+        "of best",
+        "micro-batches/s",
+        "of best",
+        "",
+    )
     for cut in cuts:
         slowest = max(
             slow * sum(cost.forward for cost in part)
             for slow, part in zip(slowdowns, (costs[:cut], costs[cut:]), strict=True)
         )
-        spread = [trial.micro_batches / took for took in measured[cut]]
-        note = "the plan" if cut == chosen else ""
         table.add_row(
             costs[cut - 1].name,
             seconds(slowest),
-            f"{rates[cut]:.2f} ({min(spread):.2f}..{max(spread):.2f})",
-            f"{rates[cut] / rates[best]:.1%}",
-            f"{note}{', ' if note and cut == best else ''}{'the best' if cut == best else ''}",
+            seconds(pace[cut]),
+            f"{pace[quickest] / pace[cut]:.1%}",
+            f"{rate[cut]:.2f} ({min(rates[cut]):.2f}..{max(rates[cut]):.2f})",
+            f"{rate[cut] / rate[best]:.1%}",
+            "the plan" if cut == chosen else "",
         )
     console.print(table)
-    share = rates[chosen] / rates[best]
+    share = rate[chosen] / rate[best]
     console.print(
         f"{rounds} rounds of {trial.micro_batches} micro-batches of {batch[0]} x {batch[1]} tokens; "
-        "stages slowed "
-        f"{', '.join(f'{slow:g}x' for slow in slowdowns)}. The plan reaches {share:.1%} of the best cut; "
-        f"aimed at 90%: {'reached' if share >= 0.9 else 'missed'}",
+        f"stages slowed {', '.join(f'{slow:g}x' for slow in slowdowns)}; computed: seconds of the slowest "
+        f"stage per micro-batch.\nThe plan reaches {share:.1%} of the throughput of the best cut, aimed at "
+        f"90%: {'reached' if share >= 0.9 else 'missed'}. Its slowest stage computes at "
+        f"{pace[quickest] / pace[chosen]:.1%} of the pace of the best.",
         highlight=False,
         soft_wrap=True,
     )
@@ -89,8 +104,8 @@ def try_cuts(
 _state: dict[Path, tuple[Any, Any]] = {}
 
 
-def seconds_of_cut(trial: Trial, bounds: tuple[int, ...]) -> float:
-    """On a rank: the time from before the first forward to after the last one."""
+def seconds_of_cut(trial: Trial, bounds: tuple[int, ...]) -> tuple[float, float]:
+    """On a rank: seconds from before the first forward to after the last one, and of its computation."""
     import torch
 
     from tp_kernels import ParallelGroup
@@ -105,14 +120,17 @@ def seconds_of_cut(trial: Trial, bounds: tuple[int, ...]) -> float:
         _state[trial.checkpoint] = model, PipelineCommunicator(group)
     model, channel = _state[trial.checkpoint]
     stage = split_layers(model, bounds)[channel.rank]
-    slowdown, started = trial.slowdowns[channel.rank], 0.0
+    slowdown, started, computed = trial.slowdowns[channel.rank], 0.0, 0.0
 
     def start(*_: Any) -> None:
         nonlocal started
-        started = perf_counter()
+        started = thread_time()
 
     def slow_down(*_: Any) -> None:
-        sleep((slowdown - 1) * (perf_counter() - started))
+        nonlocal computed
+        own = thread_time() - started
+        computed += slowdown * own
+        sleep((slowdown - 1) * own)
 
     stage.register_forward_pre_hook(start)
     stage.register_forward_hook(slow_down)
@@ -126,4 +144,4 @@ def seconds_of_cut(trial: Trial, bounds: tuple[int, ...]) -> float:
     runner.forward(ids)
     channel.flush()  # nothing moves on while this rank waits in the barrier
     barrier(channel.group)
-    return perf_counter() - begin
+    return perf_counter() - begin, computed

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json as json_format
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from time import thread_time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,6 +17,7 @@ from rich.console import Console
 from tp_kernels import ShapeError, UnsupportedError
 
 from .models import DEMO_MODEL, ModelOption
+from .outputs import check_outputs
 
 if TYPE_CHECKING:
     from tp_kernels.pipeline.plan import LayerCost
@@ -121,6 +124,7 @@ def plan(
     """
     from tp_kernels.pipeline.partition import partition
 
+    check_outputs(picture, save_costs=save_costs, json=json, chrome=chrome)
     if decode and schedule != "forward_only":
         raise UnsupportedError(f"--decode measures inference; {schedule} trains: use forward_only")
     if decode and try_all:
@@ -129,15 +133,18 @@ def plan(
         raise UnsupportedError("--rounds has no effect without --try-all")
     if try_all and (stages != 2 or schedule != "forward_only"):
         raise UnsupportedError("--try-all: use --stages 2 --schedule forward_only")
+    if try_all and threads not in (None, 1):
+        raise UnsupportedError("--try-all runs stages of one thread: leave --threads out")
     if bandwidth is None and latency:
         raise UnsupportedError("--latency is that of a link: give its --bandwidth as well")
     mode = "train" if schedule != "forward_only" else "decode" if decode else "prefill"
     if costs is not None:
         found = _read(costs)
     else:
+        clock = None
         if try_all:  # as the ranks that will run the cuts
-            mode, threads = "forward", threads or 1
-        found = _measure(model, mode, batch, sequence, repeats, threads)
+            mode, threads, clock = "forward", 1, thread_time
+        found = _measure(model, mode, batch, sequence, repeats, threads, clock)
     if save_costs is not None:
         save_costs.write_text(json_format.dumps([asdict(cost) for cost in found], indent=1) + "\n")
     factors = None if speeds is None else _numbers("--speeds", speeds)
@@ -169,11 +176,17 @@ def plan(
     if try_all:
         from .pipeline_cuts import try_cuts
 
-        try_cuts(console, model, found, made, (batch, sequence), rounds or 3, threads or 1)
+        try_cuts(console, model, found, made, (batch, sequence), rounds or 3)
 
 
 def _measure(
-    model: str, mode: str, batch: int, sequence: int, repeats: int, threads: int | None
+    model: str,
+    mode: str,
+    batch: int,
+    sequence: int,
+    repeats: int,
+    threads: int | None,
+    clock: Callable[[], float] | None,
 ) -> list[LayerCost]:
     import torch
     from transformers import AutoConfig
@@ -196,6 +209,7 @@ def _measure(
             torch.randint(0, words, (batch, sequence), generator=draw),
             mode=mode,
             repeats=repeats,
+            clock=clock,
             progress=lambda done, _: bars.update(task, completed=done),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +13,7 @@ from rich.console import Console
 from tp_kernels import UnsupportedError
 
 from .models import DEMO_MODEL, ModelOption
+from .outputs import check_outputs
 
 if TYPE_CHECKING:
     from .pipeline_worker import Answers, Job
@@ -78,13 +80,21 @@ def run(
         tp-kernels pipeline run --stages 2 --tensor 2 --batch 3 --picture run.png
         tp-kernels pipeline plan --schedule forward_only --decode --json plan.json
         tp-kernels pipeline run --plan plan.json
+
+    Under torchrun its processes are used, on one machine or several:
+
+        torchrun --nproc-per-node 2 -m tp_kernels.cli pipeline run --stages 2
     """
+    import torch.distributed as dist
+
     from tp_kernels import Ranks
+    from tp_kernels.integrations.checkpoint import stock_checkpoint
     from tp_kernels.pipeline.plan import Plan
 
     from .pipeline_worker import Job, answer_all
     from .progress import converted, progress_bars
 
+    check_outputs(picture, chrome=chrome)
     if plan is not None and stages is not None:
         raise UnsupportedError("--plan says how many stages there are: leave --stages out")
     if seed and not temperature:
@@ -95,11 +105,21 @@ def run(
     if plan is not None:
         try:
             cut = Plan.from_json(plan.read_text()).bounds
-        except OSError as error:
+        except (OSError, UnicodeDecodeError, UnsupportedError) as error:
             raise UnsupportedError(f"--plan {plan}: {error}") from error
     count = cut if isinstance(cut, int) else len(cut) - 1
-    with progress_bars() as bars:
-        checkpoint = converted(model, bars)
+    torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if torchrun and (check or threads is not None):
+        raise UnsupportedError(
+            "--check and --threads start processes of their own: leave them out under torchrun"
+        )
+    if not torchrun or os.environ.get("LOCAL_RANK", "0") == "0":
+        with progress_bars() as bars:
+            checkpoint = converted(model, bars)
+    if torchrun:
+        dist.init_process_group("gloo")
+        dist.barrier()  # one rank of each machine converts, and the others find its result
+        checkpoint = stock_checkpoint(model)
     job = Job(
         checkpoint,
         cut,
@@ -112,9 +132,17 @@ def run(
         temperature,
         seed,
     )
-    with Ranks(count * tensor, threads=threads) as ranks:
-        found = ranks.run(answer_all, job)[0]
-        used = ranks.threads
+    if torchrun:
+        try:
+            found = answer_all(job)
+            if dist.get_rank():
+                return
+        finally:
+            dist.destroy_process_group()
+    else:
+        with Ranks(count * tensor, threads=threads) as ranks:
+            found = ranks.run(answer_all, job)[0]
+            used = ranks.threads
     console = Console() if sys.stdout.isatty() else Console(width=200)
     _show(console, job, found)
     if picture is not None:

@@ -15,6 +15,8 @@ from rich.console import Console
 
 from tp_kernels import ShapeError, UnsupportedError
 
+from .outputs import check_outputs
+
 if TYPE_CHECKING:
     from tp_kernels.pipeline.schedule import Schedule
     from tp_kernels.pipeline.simulate import Costs
@@ -125,6 +127,7 @@ def simulate(
         raise UnsupportedError(
             "--memory-limit chooses schedules: use it with --search or --compare"
         )
+    check_outputs(picture, csv=csv, chrome=chrome)
     given = (forward, backward_input, backward_weight, backward, communication, activation)
     cost = _costs(costs, dict(zip(_NUMBERS, given, strict=True)))
     console = Console() if sys.stdout.isatty() else Console(width=200)
@@ -175,7 +178,7 @@ def _costs(path: Path | None, given: dict[str, str | None]) -> Costs:
             found[name] = _numbers(f"--{name.replace('_', '-')}", text)
     try:
         return Costs(**found)
-    except TypeError as error:
+    except (TypeError, ShapeError) as error:
         raise UnsupportedError(f"--costs {path}: numbers, or lists of numbers: {error}") from error
 
 
@@ -197,7 +200,7 @@ def _schedule(name: str, ranks: int, micro_batches: int, chunks: int | None) -> 
         _refuse("a table", {"--chunks": chunks})
         try:
             text = Path(name).read_text()
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise UnsupportedError(f"--schedule {name}: {error}") from error
         return Schedule.from_csv(text, name=Path(name).stem)
     if name not in SCHEDULES:

@@ -12,6 +12,8 @@ from rich.table import Table
 
 from tp_kernels import Ranks, UnsupportedError
 
+from .outputs import check_outputs
+
 if TYPE_CHECKING:
     from .pipeline_trainer import Run, Settings
 
@@ -95,6 +97,9 @@ def train(
         raise UnsupportedError(
             f"--schedule {schedule}: schedules that train are {', '.join(known)}"
         )
+    check_outputs(picture, chrome=chrome)
+    if text is not None and text.stat().st_size <= tokens:
+        raise UnsupportedError(f"--text {text}: needs more than {tokens} bytes, a row (--tokens)")
     updates = schedule == "pipedream"
     if updates and check:
         raise UnsupportedError(

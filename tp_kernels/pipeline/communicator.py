@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Sequence
 from time import perf_counter
 from types import TracebackType
@@ -17,6 +18,7 @@ from .lanes import (
     BACKWARD,
     DIRECTIONS,
     FORWARD,
+    MOST_BUFFER_BYTES,
     MOST_CREDITS,
     MOST_LANES,
     MOST_MICRO_BATCHES,
@@ -44,28 +46,25 @@ class PipelineCommunicator:
 
     Args:
         group: the ranks of the pipeline. On one host messages go through rings of shared memory, else through
-        its
-            process group (`ParallelGroup(provider="none")` insists on that).
+            its process group (`ParallelGroup(provider="none")` insists on that).
         stage_to_rank: the rank of every stage, equal on all ranks; default: stage s on rank s. Stages next to
-        each
-            other are fastest on ranks next to each other.
+            each other are fastest on ranks next to each other.
         credits: messages of a lane (one direction into one stage) that may have been sent and not been
-        received by
-            the program, 1 to 255. The receiver keeps at most so many in its memory.
+            received by the program, 1 to 255. The receiver keeps at most so many in its memory, and more
+            only while it waits for one behind them.
         ring: the last stage's `send_forward` goes to stage 0, whose `send_backward` goes to the last.
         buffer_bytes: shared memory of each direction between ranks with stages next to each other. What fits
-        is sent
-            while the receiver computes; longer messages move as it receives.
-        timeout: seconds a wait may last; default: that of the group. recorder: its `record(kind, stage,
-        micro_batch, start, end, nbytes)` is called with "SEND_F", "SEND_B",
-            "RECV_F", "RECV_B" for each message, and "WAIT_F", "WAIT_B" for the time that a receive waited.
+            is sent while the receiver computes; longer messages move as it receives.
+        timeout: seconds a wait may last; default: that of the group.
+        recorder: its `record(kind, stage, micro_batch, start, end, nbytes)` is called with "SEND_F",
+            "SEND_B", "RECV_F", "RECV_B" for each message, and with "WAIT_F", "WAIT_B" for the time that a
+            receive waited.
 
     Raises, here and in every call:
         GroupMismatchError: the ranks disagree about the arguments, or messages were left at the end.
         PeerLostError: a rank died, failed or left. CollectiveTimeoutError: a rank did not come in time. Both
-        name the
-            stages, ranks, direction and micro-batch; the pipeline is then broken on this rank, and all others
-            are told.
+            name the stages, ranks, direction and micro-batch; the pipeline is then broken on this rank, and
+            all others are told.
         UnsupportedError, ShapeError: the call makes no sense; nothing was sent.
     """
 
@@ -289,11 +288,11 @@ class PipelineCommunicator:
 
     def _agree(self, buffer_bytes: int) -> None:
         """Either all ranks go on with the same arguments or all raise."""
-        mine = {
-            "stage_to_rank": list(self.stage_to_rank),
-            "credits": self.credits,
-            "ring": self.ring,
-            "buffer_bytes": buffer_bytes,
+        mine: dict[str, Any] = {
+            "stage_to_rank": [_whole(rank) for rank in self.stage_to_rank],
+            "credits": _whole(self.credits),
+            "ring": bool(self.ring),
+            "buffer_bytes": _whole(buffer_bytes),
         }
         if self.group.rendezvous is not None:
             corner = self.group.rendezvous.corner("pipeline")
@@ -310,16 +309,22 @@ class PipelineCommunicator:
                         f"{', '.join(parts)}; the arguments must be equal on every rank"
                     )
         size = self.group.size
-        if not self.stages or any(r not in range(size) for r in self.stage_to_rank):
+        ranks = mine["stage_to_rank"]
+        if not ranks or any(type(rank) is not int or rank not in range(size) for rank in ranks):
             raise ShapeError(f"stage_to_rank={self.stage_to_rank}: use ranks from 0 to {size - 1}")
+        counts = mine["credits"], mine["buffer_bytes"]
+        whole = all(type(number) is int for number in counts)
         if (
             2 * self.stages > MOST_LANES
+            or not whole
             or not 1 <= self.credits <= MOST_CREDITS
-            or buffer_bytes < 4096
+            or not 4096 <= buffer_bytes <= MOST_BUFFER_BYTES
+            or not self.timeout > 0
         ):
             raise UnsupportedError(
-                f"{self.stages} stages, credits={self.credits}, buffer_bytes={buffer_bytes}: use up to "
-                f"{MOST_LANES // 2} stages, 1 to {MOST_CREDITS} credits and 4096 bytes or more"
+                f"{self.stages} stages, credits={self.credits}, buffer_bytes={buffer_bytes}, "
+                f"timeout={self.timeout}: use up to {MOST_LANES // 2} stages, 1 to {MOST_CREDITS} credits, "
+                f"4096 to {MOST_BUFFER_BYTES} bytes, in whole numbers, and a positive number of seconds"
             )
 
     def _neighbour(self, direction: int, stage: int, sends: bool) -> int | None:
@@ -438,3 +443,11 @@ class PipelineCommunicator:
             start = end
         recorder.record(f"RECV_{suffix}", stage, micro_batch, start, end, nbytes)
         return value, nbytes
+
+
+def _whole(value: Any) -> int | str:
+    """A whole number as an int; anything else as a text, which other ranks can be shown."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        return repr(value)

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import index
 from time import perf_counter
 from typing import Any
 
@@ -37,6 +38,12 @@ class Sampling:
 
     temperature: float = 0.0
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf") or not isinstance(self.seed, int):
+            raise ShapeError(
+                f"{self}: a temperature is finite and not negative, a seed a whole number"
+            )
 
 
 class PipelinedDecoder:
@@ -66,6 +73,7 @@ class PipelinedDecoder:
         self.batch = batch
         self._caches: dict[int, Any] = {}
         self._generators: dict[int, torch.Generator] = {}
+        self._temperature = 0.0
         self._broken = ""
         self._check()
 
@@ -279,17 +287,36 @@ class _Requests:
         eos: int | Sequence[int] | None,
         batch: int,
     ) -> None:
-        self._prompts = enumerate(iter(prompts))
-        self._limits = max_new_tokens
+        self._limits: Any = max_new_tokens
         self._batch = batch
         self._config = stage.config.get_text_config()
         if eos is None:
             eos = getattr(stage.generation_config, "eos_token_id", None)
-        self._eos = frozenset(() if eos is None else (eos,) if isinstance(eos, int) else eos)
+        self._wrong = ""  # what is refused before anything is sent
+        self._eos: frozenset[int] = frozenset()
+        self._prompts: Iterator[tuple[int, Prompt]] = iter(())
+        try:
+            self._eos = frozenset(_whole_numbers(() if eos is None else eos))
+            limits = _whole_numbers(max_new_tokens)
+            if not isinstance(max_new_tokens, int):
+                self._limits = limits
+            self._prompts = enumerate(prompts)
+        except (TypeError, ValueError, RuntimeError):
+            self._wrong = (
+                f"max_new_tokens={max_new_tokens!r}, eos={eos!r}, prompts of type "
+                f"{type(prompts).__name__}: use whole numbers or lists of them, and lists of token ids"
+            )
+            return
+        if isinstance(prompts, Sequence) and not isinstance(max_new_tokens, int):
+            counts = len(limits), len(prompts)
+            if counts[0] != counts[1]:
+                self._wrong = f"max_new_tokens has {counts[0]} values for {counts[1]} prompts"
 
     def next_group(self, slot: int) -> tuple[_Group | None, str]:
         """The next requests that run as one batch, if any wait; or why one is refused."""
         taken: list[_Request] = []
+        if self._wrong:
+            return None, self._wrong
         for number, prompt in self._prompts:
             try:
                 taken.append(self._checked(number, prompt))
@@ -300,7 +327,12 @@ class _Requests:
         return (_Group(slot, taken, self._eos) if taken else None), ""
 
     def _checked(self, number: int, prompt: Prompt) -> _Request:
-        tokens = torch.as_tensor(prompt).cpu().reshape(-1)
+        try:
+            tokens = torch.as_tensor(prompt).cpu().reshape(-1)
+        except (TypeError, ValueError, RuntimeError):
+            raise ShapeError(
+                f"prompt {number} is {prompt!r}: use token ids, as a tokenizer makes them"
+            ) from None
         limits = self._limits
         if not isinstance(limits, int) and number >= len(limits):
             raise ShapeError(f"max_new_tokens has {len(limits)} values, and there are more prompts")
@@ -378,6 +410,14 @@ class _Group:
             mask = self._mask[kept]
             self._mask = torch.cat([mask, mask.new_ones(len(stays), 1)], 1)
         return bool(stays)
+
+
+def _whole_numbers(given: Any) -> list[int]:
+    """A number or several, as a list; TypeError if they are not whole numbers."""
+    if isinstance(given, Tensor):
+        given = given.tolist()
+    several: Iterable[Any] = [given] if isinstance(given, (int, float)) else given
+    return [index(number) for number in several]
 
 
 def _packed(answers: list[list[int]]) -> dict[str, Tensor]:

@@ -30,7 +30,8 @@ from . import message
 from .lanes import CREDIT, NAMED, NAMED_CREDIT, STAGE, Lane, Outgoing, Peer
 from .transport import ANNOUNCED, RECEIVED, TENSOR, Lost, Transport
 
-_KEPT_DESCRIPTIONS = 4096  # of shapes and structures that may come again
+# Descriptions that may come again. Long ones hold values themselves, and are read again.
+_KEPT_DESCRIPTIONS, _LONGEST_KEPT = 512, 1024
 _FAULTS: tuple[type[Exception], ...] = (Lost,) if _host is None else (Lost, _host.Fault)
 _RELAYED = re.compile(r"^(rank \d+ failed: )+(?=rank \d+ (failed|is gone|closed))")
 
@@ -242,6 +243,12 @@ class Exchange:
             self._repay(lane)
         return False
 
+    def _repay_all(self) -> None:
+        """Before a wait: what it is for may depend on a rank that has no credit left."""
+        for lane in self._arrivals.values():
+            if lane.owed:
+                self._repay(lane)
+
     def _repay(self, lane: Lane) -> None:
         peer = self._peers[lane.peer]
         peer.owing[lane] = None
@@ -282,9 +289,10 @@ class Exchange:
         description = self._descriptions.get(head)
         if description is None:
             description = message.decode(head)
-            if len(self._descriptions) == _KEPT_DESCRIPTIONS:
-                self._descriptions.clear()
-            self._descriptions[head] = description
+            if len(head) <= _LONGEST_KEPT:
+                if len(self._descriptions) == _KEPT_DESCRIPTIONS:
+                    self._descriptions.clear()
+                self._descriptions[head] = description
         if description.nbytes != nbytes:
             raise GroupMismatchError(
                 f"{lane.message(low)} has {nbytes} bytes, its description {description.nbytes}"
@@ -350,6 +358,7 @@ class Exchange:
                 GroupMismatchError, f"{what()}, which has not sent it and runs on this rank"
             )
         try:
+            self._repay_all()
             while not done():
                 if not self._step(operation, left, peer, what):
                     late = f"not within {self.timeout:g} s"
@@ -433,6 +442,7 @@ class Exchange:
     def close(self) -> None:
         """Everything leaves; through a process group, everybody has to come here."""
         self.flush()
+        self._repay_all()
         self.progress("close")
         give_up = perf_counter() + self.timeout
         while self.transport is not None and not self.transport.finish():

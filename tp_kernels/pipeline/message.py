@@ -84,8 +84,7 @@ def encode(value: Any) -> tuple[bytes, list[Tensor]]:
 
     Args:
         value: None, bool, int, float, str, bytes, dense tensors of any shape, stride and dtype of `DTYPES`,
-        and
-            lists, tuples and dicts of them. Subclasses of these do not count, so that nothing arrives as
+            and lists, tuples and dicts of them. Subclasses of these do not count, so that nothing arrives as
             another type than it was: pass `tuple(x)` of a namedtuple, `dict(x)` of a ModelOutput.
 
     Raises:

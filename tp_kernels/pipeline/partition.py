@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -54,35 +55,37 @@ def partition(
         speeds: of each stage's device; a layer takes its time divided by the speed. Default: all 1.
         memory: bytes of each stage's device, or of all; None: no limit. Needed are parameters, their
             gradients, `optimizer_factor` times the parameters for the optimizer's state (2: Adam), and the
-            activations of all micro-batches that the schedule keeps at that stage. With "forward_only":
-            the parameters, and `activation_bytes` (a KV cache) of every micro-batch.
+            activations of all micro-batches that the schedule keeps at that stage ("pipedream": the
+            parameters of so many versions as well). With "forward_only": the parameters, and
+            `activation_bytes` (a KV cache) of every micro-batch.
         bandwidth: bytes per second from each stage to the next (stages - 1 of them), or of all links; None:
             transfers cost nothing.
         latency: seconds per message, with `bandwidth`.
         overlap: whether transfers run beside computation. Then a link is one more thing that may be the
             slowest; otherwise its sender waits, and its time is part of the stage's.
-        schedule: a name in `SCHEDULES`. "forward_only" counts forwards; the others forwards and backwards.
-            Where a rank has several stages, the lists above still have one value per stage: a device's
-            memory is divided by who calls.
+        schedule: a name in `SCHEDULES` with one stage per rank. "forward_only" counts forwards; the others
+            forwards and backwards.
         micro_batches: per step; default: twice the stages.
         checkpoint: a stage keeps only its input per micro-batch, and repeats its forward in the backward.
         reorder: also find the best order of the devices that `speeds` and `memory` describe (at most 8).
 
     Raises:
-        ShapeError: fewer layers than stages, or lists of another length than stages.
-        UnsupportedError: no cut fits into memory; it names the stage, what it lacks, and what would fit.
+        ShapeError: fewer layers than stages, lists of another length than stages, numbers that are not
+            finite or have the wrong sign.
+        UnsupportedError: a schedule that puts several stages on a rank; or no cut fits into memory: it
+            names the stage, what it lacks, and what would fit.
     """
     request = _Request(
         tuple(costs),
-        stages,
+        _count("stages", stages),
         method,
         _each("speeds", speeds, stages, 1.0),
-        _each("memory", memory, stages, None),
+        tuple(None if b is None else int(b) for b in _each("memory", memory, stages, None)),
         _each("bandwidth", bandwidth, stages - 1, None),
         latency,
         overlap,
         schedule,
-        2 * stages if micro_batches is None else micro_batches,
+        _count("micro_batches", 2 * stages if micro_batches is None else micro_batches),
         optimizer_factor,
         checkpoint,
         reorder,
@@ -94,14 +97,34 @@ def partition(
     return request.plan(*found)
 
 
+def _count(name: str, given: Any) -> int:
+    if not isinstance(given, Integral) or given < 1:
+        raise ShapeError(f"{name}={given!r}: use a whole number from 1")
+    return int(given)
+
+
+def _within(number: Any, least: float) -> bool:
+    """Whether it is a number from `least` on, and finite."""
+    return isinstance(number, Real) and bool(least <= number < np.inf)  # type: ignore[operator]
+
+
 def _each(name: str, given: Any, count: int, default: Any) -> tuple[Any, ...]:
-    """One value per stage or link."""
-    if given is None or isinstance(given, (int, float)):
-        return (default if given is None else given,) * count
-    if len(given) != count:
+    """One number (or None, where it is the default) per stage or link: finite and positive."""
+    if given is None:
+        return (default,) * count
+    values = [given] * count if isinstance(given, Real) else list(given)
+    if len(values) != count:
         what = "links" if name == "bandwidth" else "stages"
-        raise ShapeError(f"{name} has {len(given)} values for {count} {what}: {list(given)}")
-    return tuple(given)
+        raise ShapeError(f"{name} has {len(values)} values for {count} {what}: {values}")
+    least = (
+        0.0 if name == "memory" else float(np.nextafter(0.0, 1.0))
+    )  # a device may have no memory left
+    for value in values:
+        if value is None and default is None:
+            continue
+        if not _within(value, least):
+            raise ShapeError(f"{name}={values}: all must be finite and positive")
+    return tuple(None if value is None else float(value) for value in values)
 
 
 @dataclass(frozen=True)
@@ -128,17 +151,19 @@ class _Request:
             )
         if self.method not in get_args(Method):
             raise UnsupportedError(f"method={self.method!r}: use one of {get_args(Method)}")
-        if self.micro_batches < 1:
-            raise ShapeError(f"micro_batches={self.micro_batches}: at least one is needed")
-        if min(self.speeds) <= 0 or any(b is not None and b <= 0 for b in self.bandwidth):
-            raise ShapeError(
-                f"speeds={list(self.speeds)}, bandwidth={list(self.bandwidth)}: all must be positive"
-            )
+        for name, number in (
+            ("latency", self.latency),
+            ("optimizer_factor", self.optimizer_factor),
+        ):
+            if not _within(number, 0.0):
+                raise ShapeError(f"{name}={number!r}: it must be finite and not negative")
         schedule_of(self.schedule, self.stages, self.micro_batches)
         for cost in self.costs:
-            numbers = (cost.forward, cost.backward, cost.parameter_bytes, cost.activation_bytes)
-            if min(*numbers, cost.output_bytes) < 0:
-                raise ShapeError(f"layer {cost.name!r} costs less than nothing: {cost}")
+            for name, number in vars(cost).items():
+                if name != "name" and not _within(number, 0.0):
+                    raise ShapeError(
+                        f"layer {cost.name!r}: {name}={number!r} must be finite and not negative"
+                    )
         if self.reorder and self.stages > _REORDER_LIMIT:
             raise UnsupportedError(
                 f"reorder=True with {self.stages} devices: at most {_REORDER_LIMIT}; "
@@ -166,9 +191,12 @@ class _Request:
         if least.value > 0:
             return None
         slowest = self._search(self._pace)
-        assert slowest is not None
-        chosen = self._search(self._pace, at_most=slowest.value * (1 + _SAME))
-        assert chosen is not None
+        if slowest is None:
+            raise ShapeError(
+                "no cut takes a finite time: costs / speeds or sizes / bandwidth overflow"
+            )
+        # None where the squares of its times overflow.
+        chosen = self._search(self._pace, at_most=slowest.value * (1 + _SAME)) or slowest
         return chosen.bounds, chosen.devices
 
     def _search(self, table: Any, at_most: float | None = None) -> _Found | None:
@@ -222,10 +250,12 @@ class _Request:
         forbidden |= limits > at_most
         seconds = self._seconds(stage, device)
         total = seconds + self._sending(stage)[None, :] * (2 if self.trains else 1)
-        return tuple(np.where(forbidden, np.inf, part) for part in (total, seconds**2))
+        with np.errstate(over="ignore"):
+            return tuple(np.where(forbidden, np.inf, part) for part in (total, seconds**2))
 
     def _seconds(self, stage: int, device: int) -> Floats:
-        return _between(self._weights) / self.speeds[device]
+        with np.errstate(over="ignore"):
+            return _between(self._weights) / self.speeds[device]
 
     @cached_property
     def _weights(self) -> Floats:
@@ -269,6 +299,8 @@ class _Request:
     def needed(self, stage: int) -> Floats:
         """Bytes that the layers from row to column need as `stage`."""
         copies = 2.0 + self.optimizer_factor if self.trains else 1.0
+        if not schedule_of(self.schedule, self.stages, self.micro_batches).flush:
+            copies += self.kept[stage] - 1  # versions of weights whose backward is still to come
         parameters = _between(np.array([cost.parameter_bytes for cost in self.costs], float))
         activations = _between(np.array([cost.activation_bytes for cost in self.costs], float))
         if self.checkpoint and self.trains:

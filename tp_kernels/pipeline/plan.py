@@ -126,6 +126,8 @@ class Plan:
                 StagePlan(**(stage | {"names": tuple(stage["names"])}))
                 for stage in fields.pop("stages")
             ]
+            if not stages:
+                raise ValueError("it has no stages")
             return Plan(stages=tuple(stages), **fields)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UnsupportedError(f"not a plan as Plan.to_json() writes it: {error}") from error
@@ -166,20 +168,22 @@ class Plan:
         return f"{title}\n{_columns(rows)}"
 
 
+@lru_cache(maxsize=256)
 def schedule_of(name: str, stages: int, micro_batches: int) -> Schedule:
-    """The schedule called `name` with so many stages, as many per rank as it has by default.
+    """The schedule called `name` with so many stages, one per rank.
 
-    Raises UnsupportedError if there is none: an unknown name, or stages that its ranks cannot share.
+    Raises UnsupportedError if there is none: an unknown name, or a schedule with several stages per rank.
+    Which cut is best is another problem there: a rank takes the sum of stages that are no neighbours.
     """
     make = SCHEDULES.get(name)
     if make is None:
         raise UnsupportedError(f"schedule={name!r}: use one of {', '.join(SCHEDULES)}")
-    per_rank = make(1, 1).stages
-    if stages % per_rank:
+    if (per_rank := make(1, 1).stages) > 1:
         raise UnsupportedError(
-            f"{name} puts {per_rank} stages on each rank: {stages} stages do not divide among ranks"
+            f"schedule={name!r} puts {per_rank} stages on each rank, whose times add up; a plan has one "
+            "stage per device: plan with one_f_one_b or zero_bubble_h1, or choose bounds for split_layers"
         )
-    return make(stages // per_rank, micro_batches)
+    return make(stages, micro_batches)
 
 
 @lru_cache(maxsize=256)

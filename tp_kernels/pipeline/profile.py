@@ -24,6 +24,7 @@ from tp_kernels.comm.errors import ShapeError, UnsupportedError
 from .plan import LayerCost
 
 MODES = ("train", "forward", "prefill", "decode")
+Clock = Callable[[], float]
 Progress = Callable[[int, int], None]
 
 
@@ -35,6 +36,7 @@ def profile_layers(
     warmup: int = 1,
     backward: bool = True,
     names: Sequence[str] | None = None,
+    clock: Clock | None = None,
     progress: Progress | None = None,
 ) -> list[LayerCost]:
     """The costs of modules that follow each other, for one micro-batch.
@@ -45,6 +47,8 @@ def profile_layers(
         repeats, warmup: rounds over all layers; the median of `repeats` counts, after `warmup` others.
         backward: also the gradients of inputs and parameters, and the bytes kept for them. False: forwards in
             inference mode only.
+        clock: seconds so far; default: `time.perf_counter` once all GPUs have finished. `time.thread_time`
+            does not count what others do on a busy machine, and only one thread of this process.
         progress: called with (calls made, calls in total).
 
     Parameters keep their gradients, modules their mode; buffers that a forward updates are updated.
@@ -67,7 +71,7 @@ def profile_layers(
         with torch.no_grad():
             value = layer(*args, **kwargs)
         probe.output_bytes = _bytes_of(value)
-    return _measure(probes, repeats, warmup, backward, progress)
+    return _measure(probes, repeats, warmup, backward, clock or _now, progress)
 
 
 def profile_units(
@@ -78,6 +82,7 @@ def profile_units(
     mode: str = "train",
     repeats: int = 5,
     warmup: int = 1,
+    clock: Clock | None = None,
     progress: Progress | None = None,
     count: int | None = None,
 ) -> list[LayerCost]:
@@ -91,6 +96,7 @@ def profile_units(
         mode: "train" forward and backward; the others in inference mode: "forward" of all logits; "prefill"
             of a prompt and the logits of its last token, "decode" of one token after it, both with
             `activation_bytes` of the KV cache at that time.
+        clock: as in `profile_layers`.
         count: of the units, if they are an iterator; for `progress`.
     """
     if mode not in MODES:
@@ -108,11 +114,11 @@ def profile_units(
         if together:
             probes.append(probe)
             continue
-        costs += _measure([probe], repeats, warmup, mode == "train", None)
+        costs += _measure([probe], repeats, warmup, mode == "train", clock or _now, None)
         if progress is not None:
             progress(len(costs), count or 0)
     if together:
-        return _measure(probes, repeats, warmup, mode == "train", progress)
+        return _measure(probes, repeats, warmup, mode == "train", clock or _now, progress)
     return costs
 
 
@@ -143,28 +149,28 @@ class _Probe:
             self.output_bytes,
         )
 
-    def infer(self) -> float:
+    def infer(self, clock: Clock) -> float:
         """Seconds of a forward."""
         self.before()
         with torch.inference_mode():
-            start = _now()
+            start = clock()
             self.call(*self.args, **self.kwargs)
-            return _now() - start
+            return clock() - start
 
-    def train(self) -> tuple[float, float]:
+    def train(self, clock: Clock) -> tuple[float, float]:
         """Seconds of a forward and of its backward."""
         self.before()
         args, kwargs, sources = self._with_gradients()
-        start = _now()
+        start = clock()
         out = self.call(*args, **kwargs)
-        middle = _now()
+        middle = clock()
         results = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad]
         if not results or not sources:
             return middle - start, 0.0
         ones = [torch.ones_like(x) for x in results]
-        begin = _now()
+        begin = clock()
         torch.autograd.grad(results, sources, ones, allow_unused=True)
-        return middle - start, _now() - begin
+        return middle - start, clock() - begin
 
     def count_kept(self) -> None:
         """Bytes that the forward keeps for the backward: storages, each once, without parameters."""
@@ -198,15 +204,20 @@ class _Probe:
 
 
 def _measure(
-    probes: list[_Probe], repeats: int, warmup: int, backward: bool, progress: Progress | None
+    probes: list[_Probe],
+    repeats: int,
+    warmup: int,
+    backward: bool,
+    clock: Clock,
+    progress: Progress | None,
 ) -> list[LayerCost]:
     total, done = len(probes) * (repeats + warmup), 0
     for turn in range(warmup + repeats):
         for probe in probes:
             if backward:
-                forward_seconds, backward_seconds = probe.train()
+                forward_seconds, backward_seconds = probe.train(clock)
             else:
-                forward_seconds, backward_seconds = probe.infer(), 0.0
+                forward_seconds, backward_seconds = probe.infer(clock), 0.0
             if turn >= warmup:
                 probe.forward.append(forward_seconds)
                 probe.backward.append(backward_seconds)

@@ -47,6 +47,8 @@ class Kind(StrEnum):
 
 
 COMPUTE = frozenset({Kind.F, Kind.I, Kind.W, Kind.B})
+# What an action adds to the activations that its stage keeps; the last part of a backward frees them.
+KEEPS = {Kind.F: 1, Kind.W: -1, Kind.B: -1}
 # Cells of torch's tables that tell FSDP when to move parameters and gradients.
 _OF_FSDP = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 _ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|I|W|B)(\d+)")

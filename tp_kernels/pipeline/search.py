@@ -69,6 +69,8 @@ def search(
     )
     if len(limits) != ranks:
         raise ShapeError(f"memory_limit has {len(limits)} numbers for {ranks} ranks")
+    if any(math.isnan(limit) for limit in limits):
+        raise ShapeError(f"memory_limit is {memory_limit}: use numbers, infinity for none")
     report = progress or (lambda what, done, total: None)
     placements = _placements(ranks, chunks, stage_to_rank)
     lines = [Line(ranks, micro_batches, costs, placement, limits) for placement in placements]

@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from .timeline import Event, Timeline
+from .timeline import TRANSFERS, Event, Timeline
 
 # Names of the colours that Perfetto and chrome://tracing know.
 _COLOURS = {
@@ -73,7 +73,8 @@ def _amount(timeline: Timeline, rank: int) -> str:
 def save_chrome(timeline: Timeline, path: Path) -> None:
     """Write the events as JSON (Trace Event Format): ranks, stages, arrows for messages.
 
-    Transfers have a thread of their own, since they overlap with work; activations are a counter.
+    Every kind of transfer has a thread of its own, since they overlap with work and each other; activations
+    are a counter.
     """
     path.write_text(json.dumps({"traceEvents": trace_events(timeline), "displayTimeUnit": "ms"}))
 
@@ -84,10 +85,9 @@ def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
     zero = min((event.start for event in timeline.events), default=0.0)
     threads: dict[tuple[int, int], str] = {}
     for event in timeline.events:
-        moves = event.kind.startswith(("SEND", "RECV"))
-        thread = 2 * event.stage + 2 + moves
+        thread = _thread(event)
         stage = "rank" if event.stage < 0 else f"stage {event.stage}"
-        threads[event.rank, thread] = f"{stage} messages" if moves else stage
+        threads[event.rank, thread] = f"{stage} {event.kind}" if event.kind in TRANSFERS else stage
         where = "" if event.stage < 0 else str(event.stage)
         entry = {
             "ph": "X",
@@ -108,7 +108,7 @@ def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
             # An arrow ends at a slice that is there at its time: hence a little inside of both.
             inside = min(1e-7, (event.end - event.start) / 2)
             time += inside if phase == "f" else -inside
-            entry = {**common, "ph": phase, "pid": event.rank, "tid": 2 * event.stage + 2}
+            entry = {**common, "ph": phase, "pid": event.rank, "tid": _thread(event)}
             found.append(
                 {**entry, "ts": (time - zero) * 1e6} | ({"bp": "e"} if phase == "f" else {})
             )
@@ -124,6 +124,13 @@ def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
         label = {"ph": "M", "name": "thread_name", "pid": rank, "tid": thread}
         found.append({**label, "args": {"name": name}})
     return found
+
+
+def _thread(event: Event) -> int:
+    kinds = sorted(TRANSFERS)
+    return (len(kinds) + 1) * (event.stage + 1) + (
+        kinds.index(event.kind) + 1 if event.kind in TRANSFERS else 0
+    )
 
 
 def _messages(timeline: Timeline) -> list[tuple[Event, Event]]:

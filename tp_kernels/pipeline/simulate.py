@@ -39,8 +39,12 @@ class Costs:
     def __post_init__(self) -> None:
         for name in _NUMBERS:
             value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
             for number in value if isinstance(value, Sequence) else [value]:
-                if number is not None and not 0 <= number < float("inf"):
+                if not isinstance(number, (int, float)):
+                    raise ShapeError(f"{name} has {number!r}: use a number, or a list of numbers")
+                if not 0 <= number < float("inf"):
                     raise ShapeError(f"{name} is {number}: costs are finite and not negative")
 
     def check(self, stages: int) -> None:
@@ -88,6 +92,7 @@ class Costs:
         return _at(self.activation, stage)
 
 
+_OPTIONAL = ("backward", "overlap", "activation_weight")
 _NUMBERS = [name for name in Costs.__dataclass_fields__ if name != "unit"]
 
 

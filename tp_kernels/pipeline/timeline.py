@@ -114,20 +114,21 @@ class Timeline:
 
     @property
     def bubble_over_ideal(self) -> float:
-        """Idle time of all ranks / their busy time."""
+        """Idle time of all ranks / their busy time; 0 where nothing takes time."""
         busy = sum(map(self.busy, self.ranks))
-        return (len(self.ranks) * self.makespan - busy) / busy
+        return (len(self.ranks) * self.makespan - busy) / busy if busy else 0.0
 
     @property
     def bubble_over_total(self) -> float:
-        """Idle time of all ranks / (ranks * makespan)."""
-        return 1 - sum(map(self.busy, self.ranks)) / (len(self.ranks) * self.makespan)
+        """Idle time of all ranks / (ranks * makespan); 0 where nothing takes time."""
+        whole = len(self.ranks) * self.makespan
+        return 1 - sum(map(self.busy, self.ranks)) / whole if whole else 0.0
 
     @property
     def steady_bubble(self) -> float:
-        """(longest span of one rank - mean busy time) / mean busy time."""
-        busy = sum(map(self.busy, self.ranks)) / len(self.ranks)
-        return self.period / busy - 1
+        """(longest span of one rank - mean busy time) / mean busy time; 0 where nothing takes time."""
+        busy = sum(map(self.busy, self.ranks)) / max(1, len(self.ranks))
+        return self.period / busy - 1 if busy else 0.0
 
     def peak_activations(self, rank: int, stage: int | None = None) -> int:
         """The most activations, one per micro-batch and stage, that `rank` or a stage of it keeps at once.

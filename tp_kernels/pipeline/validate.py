@@ -8,10 +8,11 @@ from typing import NamedTuple
 from tp_kernels.comm.errors import ShapeError
 
 from .communicate import message_of
-from .schedule import COMPUTE, Action, Kind, Schedule, ScheduleError, sources
+from .schedule import COMPUTE, KEEPS, Action, Kind, Schedule, ScheduleError, sources
 
 _SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 _BACKWARDS = frozenset({Kind.B, Kind.I, Kind.W})
+_EARLIER = {Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I}  # of the same stage and micro-batch
 _SAME_WORK = {Kind.B: (Kind.B, Kind.I, Kind.W), Kind.I: (Kind.I, Kind.B), Kind.W: (Kind.W, Kind.B)}
 
 
@@ -23,6 +24,7 @@ def validate(schedule: Schedule, *, credits: int | None = None, memory: int | No
     where = _check_cells(schedule)
     _check_complete(schedule, where)
     _check_local_order(schedule, where)
+    _check_overlaps(schedule)
     if schedule.communicates:
         _check_messages(schedule, where)
     _Run(schedule, credits).to_the_end()
@@ -31,6 +33,8 @@ def validate(schedule: Schedule, *, credits: int | None = None, memory: int | No
 
 
 def _check_table(schedule: Schedule) -> None:
+    if schedule.micro_batches < 1:
+        raise ScheduleError(f"{schedule.micro_batches} micro-batches: there is nothing to do")
     if len(schedule.actions) != schedule.ranks:
         raise ScheduleError(f"{len(schedule.actions)} rows of actions for {schedule.ranks} ranks")
     if len(schedule.stage_to_rank) != schedule.stages:
@@ -84,13 +88,28 @@ def _check_complete(schedule: Schedule, where: dict[Action, _Place]) -> None:
 
 def _check_local_order(schedule: Schedule, where: dict[Action, _Place]) -> None:
     for action, place in where.items():
-        before = {Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I}.get(action.kind)
-        if before is None:
+        if action.kind not in _EARLIER:
             continue
-        first = Action(action.stage, before, action.micro_batch)
+        first = Action(action.stage, _EARLIER[action.kind], action.micro_batch)
         if where[first].at > place.at:
             what = f"comes before {first}, which is at step {where[first].step}"
             raise ScheduleError(what, place.rank, place.step, action)
+
+
+def _check_overlaps(schedule: Schedule) -> None:
+    """Parts that run side by side cannot wait for each other."""
+    for rank, row in enumerate(schedule.actions):
+        for step, cell in enumerate(row):
+            if cell is None or not cell.parts:
+                continue
+            for part in cell.parts:
+                needs = [*sources(part, schedule.stages)]
+                if part.kind in _EARLIER:
+                    needs.append(part._replace(kind=_EARLIER[part.kind]))
+                if found := [need for need in needs if need in cell.parts]:
+                    raise ScheduleError(
+                        f"{part} needs {found[0]}, which runs beside it", rank, step, cell
+                    )
 
 
 def _check_messages(schedule: Schedule, where: dict[Action, _Place]) -> None:
@@ -246,7 +265,7 @@ def _check_memory(schedule: Schedule, limit: int) -> None:
     for rank in range(schedule.ranks):
         held = 0
         for step, action in schedule.steps(rank):
-            held += (action.kind is Kind.F) - (action.kind in (Kind.B, Kind.W))
+            held += KEEPS.get(action.kind, 0)
             if held > limit:
                 what = f"keeps {held} activations, the limit is {limit}"
                 raise ScheduleError(what, rank, step, action)
