@@ -30,7 +30,7 @@ from .micro_batches import join
 from .preparation import Schedules, Work, check_modules, check_room, prepare
 from .scaling import loss_of
 from .schedule import Action, Kind, Schedule
-from .stage import PipelineError, Stage
+from .stage import PipelineError, Stage, load_checkpointing
 from .tied import Tie, TiedWeights
 from .timeline import Recorder
 
@@ -79,7 +79,7 @@ class PipelineRunner:
         tied: weights that several stages hold, each as ((stage, parameter name), ...), the same on all ranks.
         data_parallel: ranks that hold the same stages and get other batches. Means are over all of them.
         checkpoint: stages (True: all) that compute their forward again in the backward and keep their
-            inputs only.
+            inputs only. Buffers that a forward changes (of BatchNorm) change twice then.
         streams: random streams of checkpointed stages, whose dropout is replayed.
         recorder: of what is computed when. Default: that of the channel.
         optimizer: of this rank's parameters, for schedules that update them after every micro-batch
@@ -153,6 +153,8 @@ class PipelineRunner:
             raise UnsupportedError(f"checkpoint: stages {unknown} of {channel.stages}")
         if streams is not None and not chosen:
             raise UnsupportedError("streams= has no effect without checkpoint=")
+        if chosen:
+            load_checkpointing()
         return {
             index: Stage(
                 module,

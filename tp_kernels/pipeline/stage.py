@@ -201,6 +201,11 @@ class _Writable(torch.autograd.Function):
         return gradient
 
 
+def load_checkpointing() -> None:
+    """Import what torch needs for a first checkpoint: seconds, before other ranks wait for this one."""
+    checkpoint(torch.sin, torch.zeros(1, requires_grad=True), use_reentrant=False)
+
+
 def _requiring(value: Any) -> list[Tensor]:
     """Tensors of a value that require a gradient, each once."""
     return list({id(x): x for x in tensors_of(value) if x.requires_grad}.values())
