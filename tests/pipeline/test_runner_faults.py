@@ -192,6 +192,7 @@ def other_ways_to_fail() -> None:
     for stage_class, words in (
         (Vector, r"loss_fn|last stage returned a tensor \(2,\), not a loss"),
         (Text, "returned str, not a loss"),
+        (Detached, "the loss requires no gradient"),
     ):
         last(stage_class(), words)
     pipe = Pipe("gpipe")
@@ -220,6 +221,11 @@ class Vector(nn.Module):
 
     def forward(self, x: Tensor, target: Any = None) -> Tensor:
         return x
+
+
+class Detached(Vector):
+    def forward(self, x: Tensor, target: Any = None) -> Tensor:
+        return x.detach().sum()
 
 
 class Text(Vector):

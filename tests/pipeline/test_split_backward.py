@@ -119,6 +119,77 @@ class Attending(nn.Module):
         return self.layer(x)
 
 
+class Received(nn.Module):
+    """A right operand that is no parameter: what a stage received, a leaf that requires a gradient."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.a, self.checkpointed = nn.Linear(6, 6), checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        def product(x: Tensor) -> Tensor:
+            return F.linear(self.a(x[0]), x[1]) @ x[2]
+
+        return checkpoint(product, x, use_reentrant=False) if self.checkpointed else product(x)
+
+
+class Keys(nn.Module):
+    """The leaf itself is the right operand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, k: Tensor) -> Tensor:
+        def product(k: Tensor) -> Tensor:
+            return F.linear(self.a(x), k) + x @ k
+
+        return checkpoint(product, k, use_reentrant=False)
+
+
+class InnerGradient(nn.Module):
+    """torch.autograd.grad inside of a checkpoint, which runs again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def inner(x: Tensor) -> Tensor:
+            (g,) = torch.autograd.grad(self.a(x).sin().sum(), x, retain_graph=True)
+            return self.b(self.a(x) + g)
+
+        return checkpoint(inner, x, use_reentrant=False)
+
+
+class ThenOtherwise(nn.Module):
+    """A weight used by a linear, and then by something else, in a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def inner(x: Tensor) -> Tensor:
+            return self.a(x) * self.a.weight.pow(2).sum() + self.a(x.sin())
+
+        return checkpoint(inner, x, use_reentrant=False)
+
+
+class Shapes(nn.Module):
+    """A bias of one element, a weight of one dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.bias = nn.Linear(6, 6, bias=False), nn.Parameter(torch.randn(1))
+        self.row = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.a.weight, self.bias)
+        y = y + torch.addmm(self.bias, y.view(-1, 6), self.a.weight).view_as(y)
+        return self.a(y) + F.linear(y, self.row).unsqueeze(-1)
+
+
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "twice": Twice,
     "products": Products,
@@ -129,11 +200,14 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "reentrant": lambda: Checkpointed(True),
     "delaying": Delaying,
     "attending": Attending,
+    "received": lambda: Received(False),
+    "received, checkpointed": lambda: Received(True),
+    "inner gradient": InnerGradient,
 }
 
 
-def backward(split: SplitBackward, loss: Tensor) -> list[Pending]:
-    return split.backward([loss], [torch.ones_like(loss)])
+def backward(split: SplitBackward, loss: Tensor, decided: frozenset[int]) -> list[Pending]:
+    return split.backward([loss], [torch.ones_like(loss)], decided)
 
 
 def watch(module: nn.Module) -> list[str]:
@@ -182,9 +256,9 @@ def test_bits_and_hooks(name: str, dtype: torch.dtype) -> None:
     left = []
     for index, x in enumerate(there):
         torch.manual_seed(index)
-        with split.recording():
+        with split.recording() as decided:
             loss = late(x).square().sum()
-        pending = backward(split, loss)
+        pending = backward(split, loss, decided)
         assert pending
         left.append(pending)
     assert [digest(x.grad) for x in here] == [digest(x.grad) for x in there]
@@ -239,10 +313,10 @@ def test_nothing_deferred_is_what_is_computed_now() -> None:
     """The input gradient alone needs no product of a weight gradient."""
     module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     split, x = SplitBackward(module), torch.randn(64, 64, requires_grad=True)
-    with split.recording():
+    with split.recording() as decided:
         y = module(x).sum()
     with torch.profiler.profile() as profile:
-        pending = backward(split, y)
+        pending = backward(split, y, decided)
     assert sum(e.count for e in profile.key_averages() if e.key == "aten::mm") == 4
     with torch.profiler.profile() as profile:
         deliver(pending)
@@ -253,24 +327,19 @@ def test_autocast() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6))
     late = copy.deepcopy(plain)
-    split = SplitBackward(late)
-    for module in (plain, late):
-        x = batches(torch.float32)[0]
-        with torch.autocast("cpu", torch.bfloat16), split.recording():
-            y = module(x)
-        assert y.dtype == torch.bfloat16
-        pending = backward(split, y.float().square().sum())
-        assert bool(pending) is True
-        deliver(pending)
-        module.x_grad = digest(x.grad)
-    reference = copy.deepcopy(plain)
-    reference.zero_grad()
-    x = batches(torch.float32)[0]
+    here, there = batches(torch.float32)[0], batches(torch.float32)[0]
     with torch.autocast("cpu", torch.bfloat16):
-        y = reference(x)
+        y = plain(here)
     y.float().square().sum().backward()
-    assert gradients(reference) == gradients(late) == gradients(plain)
-    assert digest(x.grad) == late.x_grad
+    split = SplitBackward(late)
+    with torch.autocast("cpu", torch.bfloat16), split.recording() as decided:
+        y = late(there)
+    assert y.dtype == torch.bfloat16
+    pending = backward(split, y.float().square().sum(), decided)
+    assert pending
+    deliver(pending)
+    assert gradients(plain) == gradients(late)
+    assert digest(here.grad) == digest(there.grad)
 
 
 def test_main_grad() -> None:
@@ -282,9 +351,9 @@ def test_main_grad() -> None:
     split = SplitBackward(late)
     for x in batches(torch.bfloat16):
         plain(x).square().sum().backward()
-        with split.recording():
+        with split.recording() as decided:
             y = late(x)
-        pending = backward(split, y.square().sum())
+        pending = backward(split, y.square().sum(), decided)
         deliver(pending)
     for a, b in zip(plain.parameters(), late.parameters(), strict=True):
         assert torch.equal(a.main_grad, b.main_grad)
@@ -310,9 +379,9 @@ def test_gradients_taken_inside_of_a_module() -> None:
     split = SplitBackward(late)
     x = batches(torch.float32)[0]
     plain(x).sum().backward()
-    with split.recording():
+    with split.recording() as decided:
         y = late(x)
-    pending = backward(split, y.sum())
+    pending = backward(split, y.sum(), decided)
     deliver(pending)
     assert gradients(plain) == gradients(late)
     with (
@@ -325,9 +394,9 @@ def test_gradients_taken_inside_of_a_module() -> None:
 def test_written_to_in_between() -> None:
     module = nn.Linear(6, 6)
     split, x = SplitBackward(module), torch.randn(4, 6)
-    with split.recording():
+    with split.recording() as decided:
         y = module(x)
-    pending = backward(split, y.sum())
+    pending = backward(split, y.sum(), decided)
     x.zero_()
     with pytest.raises(UnsupportedError, match="written to in place"):
         deliver(pending)
@@ -340,7 +409,53 @@ def test_compiled_modules_are_left_alone() -> None:
         split = SplitBackward(nn.Sequential(module))
         assert split.obstacle and "compiled" in split.obstacle
         assert "nothing put off" in split.explain()[0]
-        with split.recording():
+        with split.recording() as decided:
             y = split.module(torch.randn(3, 6))
-        pending = backward(split, y.sum())
+        pending = backward(split, y.sum(), decided)
         assert not pending and all(p.grad is not None for p in module.parameters())
+
+
+@pytest.mark.parametrize("kind", [ThenOtherwise, Keys, Shapes])
+def test_values_of_mixed_uses(kind: type[nn.Module]) -> None:
+    """The same function in the forward and when it runs again, also of micro-batches that overlap."""
+    torch.manual_seed(0)
+    plain = kind().double()
+    late = copy.deepcopy(plain)
+    split = SplitBackward(late)
+    given = []
+    for module in (plain, late):
+        inputs = [x[0] for x in batches(torch.float64)]
+        keys = [torch.eye(6, dtype=torch.float64).requires_grad_() for _ in inputs]
+        losses = []
+        for x, k in zip(inputs, keys, strict=True):
+            args = (x, k) if kind is Keys else (x,)
+            x.retain_grad()
+            if module is plain:
+                losses.append((plain(*args).square().sum(), None))
+            else:
+                with split.recording() as decided:
+                    losses.append((late(*args).square().sum(), decided))
+        for loss, decided in losses:
+            if module is plain:
+                loss.backward()
+            else:
+                deliver(backward(split, loss, decided))
+        given.append([x.grad for x in inputs] + [k.grad for k in keys])
+    for p, q in zip(plain.parameters(), late.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12)
+    for a, b in zip(*given, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or torch.equal(a, b)
+
+
+def test_complex() -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(6, 6, dtype=torch.complex128)
+    late = copy.deepcopy(plain)
+    split, x = SplitBackward(late), torch.randn(4, 6, dtype=torch.complex128)
+    plain(x).abs().sum().backward()
+    with split.recording() as decided:
+        y = late(x).abs().sum()
+    deliver(backward(split, y, decided))
+    assert torch.equal(plain.weight.grad, late.weight.grad)
+    assert torch.equal(plain.bias.grad, late.bias.grad)

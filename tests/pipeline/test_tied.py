@@ -257,6 +257,9 @@ def norms() -> None:
         for order in (2.0, float("inf")):
             with pytest.raises(RuntimeError, match="is nan"):
                 runner.clip_grad_norm_(0.1, order, error_if_nonfinite=True)
+            assert not own.weight.grad.isnan().any()
+        runner.clip_grad_norm_(0.1)  # as torch's
+        assert own.weight.grad.isnan().all() and own.bias.grad.isnan().all()
         with pytest.raises(UnsupportedError, match="not positive"):
             runner.clip_grad_norm_(0.1, 0.0)
 

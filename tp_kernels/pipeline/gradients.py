@@ -117,7 +117,8 @@ def clip_grad_norm_(
             f"the norm of order {norm_type} of the gradients is {total}, so they cannot be clipped; "
             "error_if_nonfinite=False scales them nevertheless"
         )
-    scale = min(1.0, max_norm / (total + 1e-6))
+    scale = max_norm / (total + 1e-6)
+    scale = 1.0 if scale > 1.0 else scale  # a norm of nan makes all gradients nan, as torch does
     for p, _ in found:
         gradient = gradient_of(p)
         if gradient is not None:

@@ -30,7 +30,7 @@ from .micro_batches import join
 from .preparation import Schedules, Work, check_modules, check_room, prepare
 from .scaling import loss_of
 from .schedule import Action, Kind, Schedule
-from .stage import PipelineError, Stage
+from .stage import PipelineError, Stage, load_checkpointing
 from .tied import Tie, TiedWeights
 from .timeline import Recorder
 
@@ -79,7 +79,7 @@ class PipelineRunner:
         tied: weights that several stages hold, each as ((stage, parameter name), ...), the same on all ranks.
         data_parallel: ranks that hold the same stages and get other batches. Means are over all of them.
         checkpoint: stages (True: all) that compute their forward again in the backward and keep their
-            inputs only.
+            inputs only. Buffers that a forward changes (of BatchNorm) change twice then.
         streams: random streams of checkpointed stages, whose dropout is replayed.
         recorder: of what is computed when. Default: that of the channel.
         optimizer: of this rank's parameters, for schedules that update them after every micro-batch
@@ -153,6 +153,8 @@ class PipelineRunner:
             raise UnsupportedError(f"checkpoint: stages {unknown} of {channel.stages}")
         if streams is not None and not chosen:
             raise UnsupportedError("streams= has no effect without checkpoint=")
+        if chosen:
+            load_checkpointing()
         return {
             index: Stage(
                 module,
@@ -315,6 +317,11 @@ class PipelineRunner:
             output = stage.forward(k, args, kwargs, split=split, received=received, after=after)
             self._record(action, start)
             if index == last:
+                if not output.requires_grad and stage.trains(received):
+                    raise PipelineError(
+                        "the loss requires no gradient, though parameters or inputs of the last stage do: "
+                        "was it detached, or computed under no_grad or inference_mode?"
+                    )
                 losses[k] = output.detach()
             else:
                 self._check_room(output, index, index + 1)

@@ -72,6 +72,8 @@ _MATMUL = _Product(  # weight [K, N]
 
 
 def _linear(input: Any, weight: Any, bias: Any = None) -> _Call | None:
+    if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+        return None
     return _Call(_LINEAR, input, weight, bias)
 
 
@@ -82,7 +84,7 @@ def _matmul(*args: Any, **options: Any) -> _Call | None:
 
 
 def _addmm(*args: Any, **options: Any) -> _Call | None:
-    if options or len(args) != 3 or args[0].dim() != 1:
+    if options or len(args) != 3 or args[0].shape != args[2].shape[1:]:
         return None
     return _Call(_MATMUL, args[1], args[2], args[0])
 
@@ -180,9 +182,9 @@ class _Deferred(torch.autograd.Function):
 
 
 class _Mode(TorchFunctionMode):
-    def __init__(self, owner: SplitBackward) -> None:
+    def __init__(self, owner: SplitBackward, decided: frozenset[int]) -> None:
         super().__init__()
-        self._owner = owner
+        self._owner, self._decided = owner, decided
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -190,9 +192,14 @@ class _Mode(TorchFunctionMode):
         kwargs = kwargs or {}
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return func(*args, **kwargs)
+        if (
+            func is torch.autograd.grad
+        ):  # of tensors inside of the module, in a checkpoint that runs again
+            with self._owner._not_inside():
+                return self._gradients(func, *args, **kwargs)
         parse = _PRODUCTS.get(func)
         call = parse(*args, **kwargs) if parse is not None else None
-        if call is not None and self._owner._defers(call):
+        if call is not None and self._owner._defers(call, self._decided):
             return self._owner._call(call)
         result = func(*args, **kwargs)
         first = result[0] if isinstance(result, tuple) and result else result
@@ -202,6 +209,30 @@ class _Mode(TorchFunctionMode):
                     how = getattr(func, "__name__", str(func))
                     self._owner._immediate.setdefault(id(value), how)
         return result
+
+    def _gradients(self, func: Any, outputs: Any, inputs: Any, **options: Any) -> Any:
+        """torch.autograd.grad with this mode in force: a checkpoint may run again inside of it."""
+        keep, create, unused = (
+            options.pop(name, None) for name in ("retain_graph", "create_graph", "allow_unused")
+        )
+        given = options.pop("grad_outputs", None) or [None] * len(outputs)
+        if any(options.get(name) for name in ("is_grads_batched", "materialize_grads")):
+            raise UnsupportedError(
+                f"torch.autograd.grad inside of a stage with {options}: use a schedule that does not split "
+                "the backward, such as one_f_one_b"
+            )
+        roots = [
+            (y, torch.ones_like(y) if g is None else g) for y, g in zip(outputs, given, strict=True)
+        ]
+        with self:
+            return _run(
+                roots,
+                tuple(inputs),
+                bool(create) if keep is None else keep,
+                bool(create),
+                bool(unused),
+                False,
+            )
 
 
 class SplitBackward:
@@ -216,27 +247,37 @@ class SplitBackward:
         self.obstacle = _obstacle(module)  # why nothing but delay_wgrad is put off
         self._queued = WeightGradientQueue()
         self._inside = False  # of a backward of the whole module
+        self._parameters: set[int] = set()
         self._deferred: set[int] = set()
         # By parameter: a function whose gradient comes with the input.
         self._immediate = dict(_used_elsewhere(module))
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self, decided: frozenset[int] | None = None) -> Iterator[frozenset[int]]:
+        """Yields what is decided about this forward, for its backward, which may run it again.
+
+        What is seen of other uses of a parameter counts from the next forward on.
+        """
+        decided = frozenset(self._immediate) if decided is None else decided
         if self.obstacle:
-            yield
+            yield decided
             return
-        with _Mode(self):
-            yield
+        self._parameters = {id(p) for p in self.module.parameters()}
+        with _Mode(self, decided):
+            yield decided
 
     def backward(
-        self, roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor]
+        self,
+        roots: Sequence[Tensor | GradientEdge],
+        gradients: Sequence[Tensor],
+        decided: frozenset[int],
     ) -> list[Pending]:
         """`torch.autograd.backward` of a forward in `recording()`; returns what it has left to do."""
         self._inside = True
         try:
             # Checkpoints of the module run its forward again in here, in the same way: the mode has to be
             # active, which torch.autograd.backward would switch off, being a torch function itself.
-            with self.recording():
+            with self.recording(decided):
                 run_backward(roots, gradients)
         finally:
             self._inside = False
@@ -273,17 +314,26 @@ class SplitBackward:
             lines.append(f"{name}: {how}")
         return lines
 
-    def _defers(self, call: _Call) -> bool:
+    @contextmanager
+    def _not_inside(self) -> Iterator[None]:
+        before, self._inside = self._inside, False
+        try:
+            yield
+        finally:
+            self._inside = before
+
+    def _defers(self, call: _Call, decided: frozenset[int]) -> bool:
         x, weight, bias = call.x, call.weight, call.bias
         return (
             isinstance(weight, Tensor)
-            and weight.is_leaf
+            and id(weight) in self._parameters  # what a stage receives is a leaf, too
             and weight.requires_grad
-            and type(weight) in (Tensor, nn.Parameter)
+            and not (weight.is_complex() or x.is_complex())
+            and type(weight) is nn.Parameter
             and type(x) in (Tensor, nn.Parameter)
             and x is not weight
-            and id(weight) not in self._immediate
-            and (bias is None or (bias.is_leaf and id(bias) not in self._immediate))
+            and id(weight) not in decided
+            and (bias is None or (id(bias) in self._parameters and id(bias) not in decided))
             and not torch._C._are_functorch_transforms_active()
         )
 
@@ -329,14 +379,25 @@ class SplitBackward:
 
 def run_backward(roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor]) -> None:
     """`torch.autograd.backward` without its `__torch_function__`."""
-    torch.autograd.Variable._execution_engine.run_backward(
-        tuple(roots),
-        tuple(gradients),
-        False,
-        False,
-        (),
-        allow_unreachable=True,
-        accumulate_grad=True,
+    _run(list(zip(roots, gradients, strict=True)), (), False, False, True, True)
+
+
+def _run(
+    roots: Sequence[tuple[Tensor | GradientEdge, Tensor]],
+    inputs: tuple[Any, ...],
+    keep: bool,
+    create: bool,
+    unused: bool,
+    accumulate: bool,
+) -> Any:
+    return torch.autograd.Variable._execution_engine.run_backward(
+        tuple(root for root, _ in roots),
+        tuple(gradient for _, gradient in roots),
+        keep,
+        create,
+        inputs,
+        allow_unreachable=unused,
+        accumulate_grad=accumulate,
     )
 
 

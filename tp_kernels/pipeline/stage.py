@@ -33,8 +33,11 @@ class _InFlight:
     next stage has them, unless the graph itself needs it.
     """
 
-    def __init__(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+    def __init__(
+        self, inputs: list[Tensor], outputs: list[Tensor], decided: frozenset[int] | None
+    ) -> None:
         self.inputs = inputs
+        self.decided = decided  # of a forward whose backward is split
         self.edges: list[GradientEdge] = [get_gradient_edge(output) for output in outputs]
         self.described = [(output.shape, output.dtype) for output in outputs]
 
@@ -94,13 +97,13 @@ class Stage:
             writable = {id(x): _Writable.apply(x) for x in inputs}
             args, kwargs = mapped(lambda leaf: writable.get(id(leaf), leaf), (tuple(args), kwargs))
         kept = _Kept(self.module) if self.measured else None
-        with kept or nullcontext(), self.split.recording() if split else nullcontext():
+        with kept or nullcontext(), self.split.recording() if split else nullcontext() as decided:
             output = self._run(micro_batch, args, kwargs)
             if after is not None:
                 output = after(output)
         if kept is not None:
             self.kept_bytes[micro_batch] = kept.nbytes
-        self._in_flight[micro_batch] = _InFlight(inputs, _requiring(output))
+        self._in_flight[micro_batch] = _InFlight(inputs, _requiring(output), decided)
         return output
 
     def _run(self, micro_batch: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -114,6 +117,10 @@ class Stage:
         if self.streams is not None:
             return self.streams.checkpoint(run)
         return checkpoint(run, use_reentrant=False)
+
+    def trains(self, received: Any) -> bool:
+        """Whether a parameter, or something it received, requires a gradient."""
+        return any(p.requires_grad for p in self.module.parameters()) or bool(_requiring(received))
 
     def wants_gradients(self, micro_batch: int) -> bool:
         """Whether any output of its forward requires a gradient; if not, none is sent back."""
@@ -150,7 +157,8 @@ class Stage:
         kept.edges.clear()
         pending: list[Pending] = []
         if roots and split:
-            pending = self.split.backward(roots, given)
+            assert kept.decided is not None
+            pending = self.split.backward(roots, given, kept.decided)
         elif roots:
             run_backward(roots, given)
             pending = self.split.take()  # of layers with delay_wgrad=True
@@ -191,6 +199,11 @@ class _Writable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient
+
+
+def load_checkpointing() -> None:
+    """Import what torch needs for a first checkpoint: seconds, before other ranks wait for this one."""
+    checkpoint(torch.sin, torch.zeros(1, requires_grad=True), use_reentrant=False)
 
 
 def _requiring(value: Any) -> list[Tensor]:
