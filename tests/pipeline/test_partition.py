@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from itertools import combinations, permutations
 
 import hypothesis.strategies as st
@@ -192,8 +193,7 @@ def test_methods():
 
 def test_work_grows_with_stages_times_layers_squared(monkeypatch):
     """A thousand layers: a fixed number of tables of layers^2 per stage, whatever is in them."""
-    from tp_kernels.pipeline import partition as module
-
+    module = import_module("tp_kernels.pipeline.partition")  # the package exports the function
     made = []
     extend = module._extend
     monkeypatch.setattr(
