@@ -13,7 +13,7 @@ from tests.pipeline import decoders
 from tp_kernels.comm import RankError, Ranks, ShapeError, UnsupportedError
 from tp_kernels.integrations.checkpoint import stock_checkpoint
 from tp_kernels.pipeline.causal_lm import split_layers
-from tp_kernels.pipeline.decode import PipelinedDecoder, Sampling
+from tp_kernels.pipeline.decode import PipelinedDecoder, Sampling, _Group, _Request
 
 # The first call imports transformers in every rank.
 pytestmark = pytest.mark.timeout(300)
@@ -76,6 +76,23 @@ def test_one_stage(wanted):
         decoder = PipelinedDecoder(stage, **case.get("decoder", {}))
         prompts = decoders.prompts(case["prompts"])
         assert decoder.generate(prompts, case.get("new", 12), **case.get("options", {})) == answer
+
+
+def test_positions_of_padded_prompts():
+    """Counted from the first token of each prompt, also after one of the batch has left."""
+    texts = [torch.tensor([5]), torch.tensor([5, 6, 7]), torch.tensor([8, 9])]
+    requests = [_Request(number, text, 1 + number) for number, text in enumerate(texts)]
+    group = _Group(0, requests, frozenset())
+    arguments = group.prefill()["arguments"]
+    assert arguments["inputs"].tolist() == [[0, 0, 5], [5, 6, 7], [0, 8, 9]]
+    assert arguments["attention_mask"].tolist() == [[0, 0, 1], [1, 1, 1], [0, 1, 1]]
+    assert arguments["position_ids"].tolist() == [[0, 0, 0], [0, 1, 2], [0, 0, 1]]
+    assert group.go_on(torch.tensor([11, 12, 13]))
+    message = group.decode()
+    assert message["rows"].tolist() == message["numbers"] == [1, 2]
+    assert message["arguments"]["inputs"].tolist() == [[12], [13]]
+    assert message["arguments"]["position_ids"].tolist() == [[3], [2]]
+    assert message["arguments"]["attention_mask"].tolist() == [[1, 1, 1, 1], [0, 1, 1, 1]]
 
 
 @pytest.mark.parametrize(("kind", "batch"), [("llama", 1), ("qwen2", 2)])
