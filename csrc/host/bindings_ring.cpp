@@ -226,6 +226,18 @@ void bind_rings(py::module_& module) {
            "for a message, (1, peer, ...) when its body is complete, (2, peer, ...) when one has left, (3, peer, "
            "tag, tensor, bytes) for a message of one tensor that is complete; None if nothing has. awaited: the "
            "peer without which there is no point in waiting; -1: none.");
+  module.def(
+      "large_memory",
+      [](std::int64_t bytes) -> py::object {
+        if (torch().tensor == nullptr) return py::none();
+        const std::int64_t count = (bytes + 1) / 2;
+        auto tensor = py::reinterpret_steal<py::object>(Output(&count, 1, Dtype::bfloat16).release());
+        if (!tensor) throw py::error_already_set();
+        return tensor;
+      },
+      py::arg("bytes"),
+      "A bfloat16 tensor of at least so many bytes, in memory that was used before if there is some; None if this "
+      "torch makes no tensors.");
 }
 
 }  // namespace tpk

@@ -1,8 +1,8 @@
 #include "tensor.h"
 
-#include <cstdlib>
 #include <new>
 
+#include "large_blocks.h"
 #include "slot.h"
 
 namespace tpk {
@@ -185,6 +185,7 @@ bool unobserved(PyObject* const* objects, std::size_t count) {
 // One allocation: what torch is told, and behind it the elements.
 struct Output::Block {
   DlManagedTensor managed;
+  std::size_t bytes;  // of the allocation
   std::int64_t shape[kMostDims], strides[kMostDims];
 
   static constexpr std::size_t header() {
@@ -192,16 +193,19 @@ struct Output::Block {
   }
 };
 
-void Output::Free::operator()(Block* block) const { std::free(block); }
+void Output::Free::operator()(Block* block) const {
+  LargeBlocks::instance().give(block, block->bytes);
+}
 
 Output::Output(const std::int64_t* shape, int dims, Dtype dtype) {
   std::size_t nbytes = size_of(dtype);
   for (int dim = 0; dim < dims; ++dim) nbytes *= static_cast<std::size_t>(shape[dim]);
-  const std::size_t rounded = (nbytes + kAlignment - 1) / kAlignment * kAlignment;
-  void* const memory = std::aligned_alloc(kAlignment, Block::header() + rounded);
+  std::size_t bytes = Block::header() + nbytes;
+  void* const memory = LargeBlocks::instance().take(bytes);
   if (memory == nullptr) throw std::bad_alloc();
   block_.reset(new (memory) Block);
   Block& block = *block_;
+  block.bytes = bytes;
   std::int64_t stride = 1;
   for (int dim = dims - 1; dim >= 0; --dim) {
     block.shape[dim] = shape[dim];
@@ -211,7 +215,7 @@ Output::Output(const std::int64_t* shape, int dims, Dtype dtype) {
   const bool wide = dtype == Dtype::float32;
   block.managed.version = {1, 3};
   block.managed.manager_context = nullptr;
-  block.managed.deleter = [](DlManagedTensor* self) { std::free(self); };
+  block.managed.deleter = [](DlManagedTensor* self) { Free()(reinterpret_cast<Block*>(self)); };
   block.managed.flags = 0;
   block.managed.tensor = {static_cast<std::byte*>(memory) + Block::header(),
                           kCpu,

@@ -565,3 +565,37 @@ def record(provider: str) -> Any:
         )
         assert how in comm.explain()
         return log.events
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_large_memory_is_used_again(world, nested):
+    world(2).run(large_messages, nested)
+
+
+def large_messages(nested: bool) -> None:
+    """Memory of a large tensor that is kept is its own, and one that nobody has any more is used again."""
+    count = 100_001  # odd, and above what a C library maps
+    with pipeline() as comm:
+        if comm.rank == 0:
+            for mb in range(12):
+                x = torch.full((count, 3), mb % 128, dtype=torch.int8 if nested else torch.float32)
+                comm.send_forward([x, mb] if nested else x, micro_batch=mb)
+            comm.flush()
+            return
+        got = [comm.recv_forward(micro_batch=mb) for mb in range(4)]
+        got = [value[0] if nested else value for value in got]
+        places = {x.data_ptr() for x in got}
+        assert len(places) == 4
+        rows = got[0][:5]  # a view keeps the memory
+        del got[0], got[1]
+        seen = set()
+        for mb in range(4, 12):
+            value = comm.recv_forward(micro_batch=mb)
+            x = value[0] if nested else value
+            assert x.shape == (count, 3) and x.is_contiguous() and bool((x == mb).all())
+            seen.add(x.data_ptr())
+            del value, x
+        assert rows.data_ptr() not in seen and bool((rows == 0).all())
+        assert [int(x[-1, -1]) for x in got] == [1, 3]
+        assert seen & places, "memory is used again"
+        assert seen.isdisjoint({x.data_ptr() for x in got})

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from tp_kernels.comm import objects
 from tp_kernels.comm.errors import UnsupportedError
+from tp_kernels.comm.symmetric_memory import _host
 
 # A dtype is sent as its place here: entries are only ever added, at the end.
 DTYPES = (
@@ -43,6 +44,7 @@ DTYPES = (
 )
 _NUMBER = {dtype: number for number, dtype in enumerate(DTYPES)}
 _REQUIRES_GRAD, _ON_CUDA = 1, 2
+_LARGE = 128 << 10  # bytes; see csrc/host/large_blocks.h
 _TENSOR = struct.Struct("<BBB")
 _INDEX = struct.Struct("<I")
 
@@ -57,7 +59,13 @@ class TensorSpec(NamedTuple):
     nbytes: int
 
     def empty(self) -> Tensor:
-        """Host memory for it, contiguous."""
+        """Host memory for it, contiguous; a large one is used again when nothing refers to it any more."""
+        if self.nbytes >= _LARGE and _host is not None:
+            memory = _host.large_memory(self.nbytes)
+            if memory is not None:
+                return torch.empty(0, dtype=self.dtype).set_(
+                    memory.untyped_storage(), 0, self.shape, _contiguous(self.shape)
+                )
         return torch.empty(self.shape, dtype=self.dtype)
 
     def finish(self, memory: Tensor) -> Tensor:
@@ -69,6 +77,11 @@ class TensorSpec(NamedTuple):
             )
         value = memory.cuda() if self.on_cuda else memory
         return value.requires_grad_() if self.requires_grad else value
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides."""
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 class Description(NamedTuple):
