@@ -182,9 +182,8 @@ def other_ways_to_fail() -> None:
 
     def last(module: nn.Module, words: str, kind: Any = PipelineError, **options: Any) -> None:
         pipe = Pipe("gpipe")
-        first = pipe.channel.rank == 0
-        if not first:
-            pipe.runner = PipelineRunner([module], "gpipe", pipe.channel, **options)
+        stage = module if pipe.channel.rank else pipe.stages[0]
+        pipe.runner = PipelineRunner(stage, "gpipe", pipe.channel, **options)
         with pytest.raises((kind, PeerLostError), match=words):
             pipe.step(2)
         pipe.close()

@@ -11,7 +11,8 @@ from .micro_batches import MicroBatches, Whole
 from .partition import partition
 from .plan import LayerCost, Plan
 from .profile import profile_layers
-from .runner import Losses, PipelineRunner
+from .runner import PipelineRunner
+from .scaling import Losses
 from .schedule import Action, Kind, Schedule, ScheduleError
 from .search import search
 from .simulate import Costs

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
-from tp_kernels.comm.errors import GroupMismatchError
+from tp_kernels.comm.errors import CollectiveTimeoutError, GroupMismatchError, PeerLostError
 from tp_kernels.comm.group import ParallelGroup
 from tp_kernels.comm.objects import all_gather_object
 
@@ -13,62 +13,66 @@ from .communicator import PipelineCommunicator
 from .stage import PipelineError
 
 
+def gather(
+    call: str,
+    value: Any,
+    group: ParallelGroup,
+    problem: Exception | None = None,
+    who: str = "rank",
+) -> list[Any]:
+    """`value` of every rank of the group, once all are known to make the same call.
+
+    Args:
+        call: what this rank does, with all that has to be equal: "step with 4 micro-batches".
+        problem: why this rank cannot; raised here, and told to the others.
+        who: what the ranks of the group are called.
+
+    Raises on all ranks:
+        PipelineError: another rank cannot.
+        GroupMismatchError: ranks make other calls, as when one steps and one clips gradients.
+    """
+    told = problem and f"{type(problem).__name__}: {problem}"
+    found = all_gather_object((call, told, value), group)
+    if problem is not None:
+        raise problem
+    me = f"{who} {group.rank}"
+    for other, (_, text, _) in enumerate(found):
+        if text:
+            raise PipelineError(f"{me} cannot go on, since {who} {other} cannot: {text}")
+    for other, (theirs, _, _) in enumerate(found):
+        if theirs != call:
+            raise GroupMismatchError(
+                f"{me} calls {call}, {who} {other} {theirs}; all ranks of a pipeline make the same calls "
+                "with the same schedule and settings, and so do its replicas"
+            )
+    return [value for _, _, value in found]
+
+
 def agree(
+    call: str,
+    value: Any,
     channel: PipelineCommunicator,
     data: ParallelGroup | None,
-    mode: str,
-    fingerprint: int,
-    micro_batches: int,
     problem: Exception | None,
-    tokens: Sequence[int],
-) -> list[int]:
-    """Tokens of each micro-batch over all replicas, once all ranks are known to do the same.
+    settle: Callable[[list[Any]], Any],
+) -> list[Any]:
+    """What `settle` makes of the values of the ranks of a pipeline, of every replica. See `gather`.
 
     A rank that cannot, or that does something else, is found out here, before anything is sent, so that all
     ranks raise and can go on.
     """
-    told = problem and f"{type(problem).__name__}: {problem}"
-    rank = channel.rank
-    found = all_gather_object((mode, micro_batches, fingerprint, told, list(tokens)), channel.group)
-    calls = [tuple(call[:3]) for call in found]
-    error: Exception | None = problem
-    if error is None:
-        error = _refusal(found, rank)
-    if error is None and len(set(calls)) > 1:
-        other = next(r for r, call in enumerate(calls) if call != calls[rank])
-        error = GroupMismatchError(
-            f"rank {rank} calls {_shown(calls[rank])}, rank {other} {_shown(calls[other])}; all ranks of "
-            "a pipeline make the same calls with the same schedule"
-        )
-    counted = next((call[4] for call in found if call[4]), [0] * micro_batches)
+    settled: Any = None
+    try:
+        settled = settle(gather(call, value, channel.group, problem))
+    except (PeerLostError, CollectiveTimeoutError):
+        raise
+    except Exception as error:  # raised once the replicas know
+        problem = error
     if data is not None:
-        text = error and f"{type(error).__name__}: {error}"
-        replicas = all_gather_object((text, micro_batches, counted), data)
-        for replica, (text, number, _) in enumerate(replicas):
-            if error is None and text:
-                error = PipelineError(f"replica {replica} cannot go on: {text}")
-            if error is None and number != micro_batches:
-                error = GroupMismatchError(
-                    f"replica {data.rank} runs {micro_batches} micro-batches, replica {replica} {number}; "
-                    "replicas run equally many"
-                )
-        if error is None:
-            counted = [sum(counts) for counts in zip(*(r[2] for r in replicas), strict=True)]
-    if error is not None:
-        raise error
-    return counted
-
-
-def _refusal(found: Sequence[Any], rank: int) -> Exception | None:
-    for other, call in enumerate(found):
-        if call[3]:
-            return PipelineError(f"rank {rank} cannot go on, since rank {other} cannot: {call[3]}")
-    return None
-
-
-def _shown(call: tuple[Any, ...]) -> str:
-    mode, micro_batches, fingerprint = call
-    return f"{mode} with {micro_batches} micro-batches of a schedule of digest {fingerprint:08x}"
+        return gather(call, settled, data, problem, "replica")
+    if problem is not None:
+        raise problem
+    return [settled]
 
 
 def from_last(channel: PipelineCommunicator, value: Any, tag: str) -> Any:

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from tp_kernels.comm.collectives import all_reduce, barrier
 from tp_kernels.comm.errors import UnsupportedError
 from tp_kernels.comm.group import ParallelGroup
-from tp_kernels.comm.objects import all_gather_object
 from tp_kernels.layers.gradients import _total_norm, _unique, gradient_of
 from tp_kernels.ops._weight_gradient import main_grad_of
+
+from .agreement import gather
 
 
 class SetAside:
@@ -100,13 +101,18 @@ def clip_grad_norm_(
 
     Returns:
         The norm before, float64 [], the same bits on all ranks of the pipeline.
+
+    Raises:
+        GroupMismatchError: ranks that do something else, such as a step, or with other arguments. No
+            gradient is scaled then, and all ranks can go on.
     """
+    call = f"clip_grad_norm_(max_norm={float(max_norm)}, norm_type={float(norm_type)})"
     if not norm_type > 0:
-        raise UnsupportedError(f"clip_grad_norm_: norm_type={norm_type} is not positive")
+        gather(call, None, group, UnsupportedError(f"{call}: norm_type is not positive"))
     skipped = {id(p) for p in counted_elsewhere}
     found = [(p, place) for p, place in _unique(modules) if p.requires_grad]
     own = float(_total_norm([(p, place) for p, place in found if id(p) not in skipped], norm_type))
-    norms = all_gather_object(own, group)
+    norms = gather(call, own, group)
     if norm_type == inf:
         # max() drops a nan that is not the first
         total = next((norm for norm in norms if norm != norm), max(norms))

@@ -50,6 +50,21 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
+def rows_of(value: Any, what: str = "batch") -> int | None:
+    """How many rows the tensors of a value have that are cut; None if there are none.
+
+    Raises:
+        ShapeError: tensors of different numbers of rows.
+    """
+    sizes = {leaf.shape[0] for leaf in tensors_of(value) if leaf.dim()}
+    if len(sizes) > 1:
+        raise ShapeError(
+            f"{what}: tensors of {sorted(sizes)} rows; those of one batch are cut along their first "
+            "dimension and have equally many (Whole(value) goes to every micro-batch as it is)"
+        )
+    return min(sizes, default=None)
+
+
 def cut(value: Any, count: int, what: str = "batch") -> list[Any]:
     """The value of each of `count` micro-batches: views of its tensors, cut along their first dimension.
 
@@ -60,16 +75,11 @@ def cut(value: Any, count: int, what: str = "batch") -> list[Any]:
         ShapeError: tensors of different numbers of rows, fewer rows than micro-batches, or `MicroBatches`
             of another number.
     """
-    sizes = {leaf.shape[0] for leaf in tensors_of(value) if leaf.dim()}
-    if len(sizes) > 1:
+    rows = rows_of(value, what)
+    if rows is not None and rows < count:
         raise ShapeError(
-            f"{what}: tensors of {sorted(sizes)} rows; those of one batch are cut along their first "
-            "dimension and have equally many (Whole(value) goes to every micro-batch as it is)"
-        )
-    if sizes and min(sizes) < count:
-        raise ShapeError(
-            f"{what}: {min(sizes)} rows for {count} micro-batches; every micro-batch needs a row: use at "
-            f"most {min(sizes)} micro-batches, a larger batch, or MicroBatches([...]) that you cut"
+            f"{what}: {rows} rows for {count} micro-batches; every micro-batch needs a row: use at "
+            f"most {rows} micro-batches, a larger batch, or MicroBatches([...]) that you cut"
         )
     return [mapped(partial(_part, what, index, count), value) for index in range(count)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from inspect import signature
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -12,11 +12,13 @@ import torch
 from torch import nn
 
 from tp_kernels.comm.errors import ShapeError, UnsupportedError
+from tp_kernels.layers.random import RandomStreams
 
 from .communicator import PipelineCommunicator
 from .generators import SCHEDULES
-from .micro_batches import cut, tensors_of
+from .micro_batches import cut, rows_of, tensors_of
 from .schedule import Schedule
+from .stage import Stage, load_checkpointing
 
 BESIDE_TENSORS = (
     32 << 10
@@ -30,6 +32,7 @@ class Work(NamedTuple):
     args: list[Any]  # of the first stage, on its rank
     kwargs: list[dict[str, Any]]
     targets: list[Any]  # of the last stage, on its rank; None: there is no target
+    rows: dict[str, int | None]  # of what was cut here
 
     @property
     def micro_batches(self) -> int:
@@ -134,6 +137,39 @@ def check_room(channel: PipelineCommunicator, value: Any, stage: int, other: int
         )
 
 
+def make_stages(
+    stages: nn.Module | Sequence[nn.Module],
+    channel: PipelineCommunicator,
+    loss_fn: Any,
+    optimizer: torch.optim.Optimizer | None,
+    checkpointed: Collection[int],
+    streams: RandomStreams | None,
+    measured: bool,
+) -> dict[int, Stage]:
+    """The stages of this rank, by their index. Other arguments are those of the runner and of `Stage`."""
+    single = isinstance(stages, nn.Module) and not isinstance(stages, nn.ModuleList)
+    modules: list[Any] = [stages] if single else list(stages)  # type: ignore[arg-type]
+    check_modules(modules, channel, optimizer, loss_fn)
+    unknown = [s for s in checkpointed if not 0 <= s < channel.stages]
+    if unknown:
+        raise UnsupportedError(f"checkpoint: stages {unknown} of {channel.stages}")
+    if streams is not None and not checkpointed:
+        raise UnsupportedError("streams= has no effect without checkpoint=")
+    if checkpointed:
+        load_checkpointing()  # on all ranks, which then agree that the runner is made
+    return {
+        index: Stage(
+            module,
+            index,
+            checkpointed=index in checkpointed,
+            streams=streams,
+            stashed=optimizer is not None,
+            measured=measured,
+        )
+        for index, module in zip(channel.my_stages, modules, strict=True)
+    }
+
+
 def check_modules(
     modules: Sequence[nn.Module],
     channel: PipelineCommunicator,
@@ -180,6 +216,11 @@ def prepare(
     needs_target: bool,
 ) -> Work:
     """The inputs of this rank's stages, cut."""
+    if mode == "step" and torch.is_inference_mode_enabled():
+        raise UnsupportedError(
+            "step: torch.inference_mode is on, in which nothing has a gradient: call step outside of it "
+            "(eval and forward need no gradients)"
+        )
     if mode == "step" and not schedule.trains:
         raise UnsupportedError(
             f"step: {schedule.name} has no backward; use eval or forward, or a schedule that trains"
@@ -195,9 +236,36 @@ def prepare(
             f"{mode}: rank {channel.rank} has the last stage and got no target=, which loss_fn(output, "
             "target) needs; without one, pass MicroBatches([None] * micro_batches)"
         )
+    rows: dict[str, int | None] = {}
+    if first:
+        rows["batch"] = rows_of(args)
+    rows["keyword arguments"] = rows_of(kwargs, "keyword arguments")
+    if last:
+        rows["target"] = rows_of(target, "target")
     return Work(
         schedule,
         cut(args, count) if first else [],
         cut(kwargs, count, "keyword arguments"),
         cut(target, count, "target") if last else [],
+        rows,
     )
+
+
+def check_rows(found: Sequence[dict[str, int | None]]) -> None:
+    """Refuse parts of one batch that are cut differently: row k of each belongs to row k of the others.
+
+    Args:
+        found: `Work.rows` of every rank.
+    """
+    told = [
+        (rows, f"the {what} on rank {rank}")
+        for rank, parts in enumerate(found)
+        for what, rows in parts.items()
+        if rows is not None
+    ]
+    for rows, where in told[1:]:
+        if rows != told[0][0]:
+            raise ShapeError(
+                f"{told[0][0]} rows in {told[0][1]}, {rows} in {where}: what belongs together is cut alike "
+                "along its first dimension (MicroBatches([...]) are cut by you, Whole(value) is not cut)"
+            )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +27,10 @@ from .agreement import agree, from_last
 from .communicator import PipelineCommunicator
 from .gradients import SetAside, sum_over_replicas
 from .micro_batches import join
-from .preparation import Schedules, Work, check_modules, check_room, prepare
-from .scaling import loss_of
+from .preparation import Schedules, Work, check_room, check_rows, make_stages, prepare
+from .scaling import Losses, loss_of
 from .schedule import Action, Kind, Schedule
-from .stage import PipelineError, Stage, load_checkpointing
+from .stage import PipelineError, Stage
 from .tied import Tie, TiedWeights
 from .timeline import Recorder
 
@@ -44,20 +44,11 @@ _DOING = {
 }
 
 
-class Losses(NamedTuple):
-    """What a step returns, the same on every rank.
-
-    total: the loss whose gradient the parameters got, over all replicas; where every micro-batch is an update
-        of its own, the mean over updates.
-    each: what loss_fn returned for each micro-batch of this replica.
-    """
-
-    total: float
-    each: tuple[float, ...]
-
-
 class PipelineRunner:
     """Runs a schedule on the stages of this rank. Made, and called, by all ranks of the pipeline alike.
+
+    Construction is collective: it raises on all ranks if one cannot (PipelineError), or if they disagree
+    about `scale`, `tied` or `checkpoint`, or weights that are tied differ (GroupMismatchError).
 
     The value of a stage is the input of the next: a tuple as positional arguments, a dict as keyword
     arguments, anything else as one argument. Tensors, None, numbers and strings travel; gradients come back
@@ -114,16 +105,40 @@ class PipelineRunner:
         recorder: Recorder | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        scaling.check(scale, count)
         self.channel, self.loss_fn, self.scale = channel, loss_fn, scale
         self.micro_batches, self.optimizer = micro_batches, optimizer
         self.recorder = recorder if recorder is not None else channel.recorder
         self._count = count or scaling.count_tokens
         self._data = data_parallel if data_parallel is not None and data_parallel.size > 1 else None
-        self._schedules = Schedules(schedule, channel, optimizer is not None)
         self._broken = ""  # why nothing more is possible
         self._doing = ""  # for errors
-        self._stages = self._make_stages(stages, checkpoint, streams)
+        call = "PipelineRunner"
+        described: dict[str, list[object]] = {}
+        problem: Exception | None = None
+        try:
+            call, described = self._set_up(stages, schedule, count, tied, checkpoint, streams)
+        except Exception as error:  # raised once the others know
+            problem = error
+        agree(call, described, channel, self._data, problem, lambda f: self._tied.check_equal(f))
+
+    def _set_up(
+        self,
+        stages: nn.Module | Sequence[nn.Module],
+        schedule: Schedule | str | Callable[[int], Schedule],
+        count: Callable[[Any], int] | None,
+        tied: Iterable[Tie],
+        checkpoint: bool | Collection[int],
+        streams: RandomStreams | None,
+    ) -> tuple[str, dict[str, list[object]]]:
+        """What has to be the same on all ranks, and what this rank's tied weights are."""
+        scaling.check(self.scale, count)
+        channel, optimizer = self.channel, self.optimizer
+        self._schedules = Schedules(schedule, channel, optimizer is not None)
+        chosen = set(range(channel.stages) if checkpoint is True else checkpoint or ())
+        measured = self.recorder is not None
+        self._stages = make_stages(
+            stages, channel, self.loss_fn, optimizer, chosen, streams, measured
+        )
         modules = {index: stage.module for index, stage in self._stages.items()}
         self._tied = TiedWeights(tied, modules, channel)
         if self._tied and optimizer is not None:
@@ -136,36 +151,10 @@ class PipelineRunner:
             for module in modules.values()
             for _, parameter, placement in placements(module)
         ]
-
-    def _make_stages(
-        self,
-        stages: nn.Module | Sequence[nn.Module],
-        checkpoint: bool | Collection[int],
-        streams: RandomStreams | None,
-    ) -> dict[int, Stage]:
-        single = isinstance(stages, nn.Module) and not isinstance(stages, nn.ModuleList)
-        modules: list[Any] = [stages] if single else list(stages)  # type: ignore[arg-type]
-        channel = self.channel
-        check_modules(modules, channel, self.optimizer, self.loss_fn)
-        chosen = range(channel.stages) if checkpoint is True else set(checkpoint or ())
-        unknown = [s for s in chosen if not 0 <= s < channel.stages]
-        if unknown:
-            raise UnsupportedError(f"checkpoint: stages {unknown} of {channel.stages}")
-        if streams is not None and not chosen:
-            raise UnsupportedError("streams= has no effect without checkpoint=")
-        if chosen:
-            load_checkpointing()
-        return {
-            index: Stage(
-                module,
-                index,
-                checkpointed=index in chosen,
-                streams=streams,
-                stashed=self.optimizer is not None,
-                measured=self.recorder is not None,
-            )
-            for index, module in zip(channel.my_stages, modules, strict=True)
-        }
+        call = (
+            f"PipelineRunner(scale={self.scale!r}, tied={self._tied}, checkpoint={sorted(chosen)})"
+        )
+        return call, self._tied.described()
 
     def step(
         self, *args: Any, target: Any = None, micro_batches: int | None = None, **kwargs: Any
@@ -179,9 +168,11 @@ class PipelineRunner:
             kwargs: keyword arguments of every stage of this rank.
 
         Raises:
-            ShapeError, UnsupportedError: a batch that cannot be cut, a missing target. The other ranks raise
-                PipelineError, and all can go on with another call.
-            GroupMismatchError: ranks that call with other schedules or numbers of micro-batches. Likewise.
+            ShapeError, UnsupportedError: a batch that cannot be cut, a missing target, inference mode. The
+                other ranks raise PipelineError, and all can go on with another call.
+            ShapeError, on all ranks: batch and target of different numbers of rows. Likewise.
+            GroupMismatchError: ranks that make other calls, or with other schedules or numbers of
+                micro-batches. Likewise.
             PipelineError: a stage raised. PeerLostError, CollectiveTimeoutError: a rank is gone, failed, or
                 late. The runner and its channel are of no more use.
         """
@@ -204,7 +195,8 @@ class PipelineRunner:
         **kwargs: Any,
     ) -> Any:
         """Outputs of the last stage, joined (see `join`), on its rank or on all (`broadcast`), else None."""
-        work, _ = self._begin("forward", args, kwargs, None, micro_batches)
+        told = f", broadcast={bool(broadcast)}"
+        work, _ = self._begin("forward", args, kwargs, None, micro_batches, told)
         outputs = self._guarded(self._forwards, work, lambda output, target: output)
         return self._guarded(self._joined, outputs, broadcast)
 
@@ -246,6 +238,7 @@ class PipelineRunner:
         kwargs: dict[str, Any],
         target: Any,
         micro_batches: int | None,
+        settings: str = "",
     ) -> tuple[Work, list[float]]:
         """What to do, and the factor of every loss, once all ranks agree."""
         if self._broken:
@@ -258,24 +251,34 @@ class PipelineRunner:
         tokens: list[int] = []
         problem: Exception | None = None
         work: Work | None = None
+        rows: dict[str, int | None] = {}
         needs_target = mode != "forward" and self.loss_fn is not None
         try:
             schedule, fingerprint = self._schedules.get(asked)
             count = schedule.micro_batches
             work = prepare(mode, self.channel, schedule, args, kwargs, target, needs_target)
+            rows = work.rows
             if self.scale == "token" and mode != "forward":
                 tokens = [int(self._count(each)) for each in work.targets]
         except Exception as error:  # raised once the others know
             problem = error
+        call = (
+            f"{mode} with {count} micro-batches of a schedule of digest {fingerprint:08x}{settings}"
+        )
+
+        def settle(found: list[Any]) -> list[int]:
+            check_rows([rows for rows, _ in found])
+            return next((tokens for _, tokens in found if tokens), [0] * count)
+
         try:
-            tokens = agree(self.channel, self._data, mode, fingerprint, count, problem, tokens)
+            replicas = agree(call, (rows, tokens), self.channel, self._data, problem, settle)
         except (PeerLostError, CollectiveTimeoutError) as error:
             self._doing = f"agreement about {mode}"
             self._fail(error)
         assert work is not None
-        replicas = 1 if self._data is None else self._data.size
+        tokens = [sum(counts) for counts in zip(*replicas, strict=True)]
         flush = work.schedule.flush
-        return work, scaling.factors(self.scale, count, replicas, tokens, flush)
+        return work, scaling.factors(self.scale, count, len(replicas), tokens, flush)
 
     def _order(self, work: Work) -> tuple[Action, ...]:
         return work.schedule.order(self.channel.rank)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -11,6 +11,18 @@ from tp_kernels.comm.errors import UnsupportedError
 
 IGNORED = -100  # what torch's cross_entropy ignores
 SCALES = ("micro_batch", "token", "sum")
+
+
+class Losses(NamedTuple):
+    """What a step returns, the same on every rank.
+
+    total: the loss whose gradient the parameters got, over all replicas; where every micro-batch is an update
+        of its own, the mean over updates.
+    each: what loss_fn returned for each micro-batch of this replica.
+    """
+
+    total: float
+    each: tuple[float, ...]
 
 
 def check(scale: str, count: Any) -> None:

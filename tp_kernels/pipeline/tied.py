@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from tp_kernels.comm.errors import GroupMismatchError, ShapeError
-from tp_kernels.comm.objects import all_gather_object
 from tp_kernels.layers.gradients import gradient_of
 
 from .communicator import PipelineCommunicator
@@ -29,13 +28,14 @@ class _Member(NamedTuple):
 class TiedWeights:
     """The tied weights of a pipeline. Made and used by all of its ranks alike.
 
+    Equal to begin with: `check_equal` gets what `described` tells on every rank.
+
     Args:
         ties: equal on all ranks: [((0, "embedding.weight"), (3, "head.weight")), ...].
         modules: this rank's, by stage.
 
     Raises:
         ShapeError: a stage or a parameter that is not there.
-        GroupMismatchError: weights that are not equal to begin with.
     """
 
     def __init__(
@@ -58,10 +58,12 @@ class TiedWeights:
             if len(members) < 2:
                 raise ShapeError(f"tied: {tie}: a tie has two parameters or more")
             self._ties.append(members)
-        self._check_equal()
 
     def __bool__(self) -> bool:
         return bool(self._ties)
+
+    def __str__(self) -> str:
+        return str([[(m.stage, m.name) for m in members] for members in self._ties])
 
     def parameters(self) -> list[nn.Parameter]:
         """Those of this rank, each once."""
@@ -113,15 +115,17 @@ class TiedWeights:
             if p is not None:
                 seen.add(id(p))
 
-    def _check_equal(self) -> None:
-        if not self._ties:
-            return
-        mine = {
+    def described(self) -> dict[str, list[object]]:
+        """Shape, dtype and content of those of this rank, for `check_equal`."""
+        return {
             f"stage {stage}'s {name}": _description(p)
             for (stage, name), p in self._parameters.items()
         }
+
+    def check_equal(self, described: Iterable[dict[str, list[object]]]) -> None:
+        """Raise GroupMismatchError unless tied weights are equal; `described` is of all ranks."""
         found: dict[str, list[object]] = {}
-        for told in all_gather_object(mine, self._channel.group):
+        for told in described:
             found.update(told)
         for members in self._ties:
             first, *others = (f"stage {m.stage}'s {m.name}" for m in members)
