@@ -160,7 +160,7 @@ def test_what_cannot_be_sent(value, text):
         message.encode(value)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about processes without a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
 def test_tensors_of_a_gpu_where_there_is_none():
     (spec,) = message.decode(b"x\0\x03\x01" + (2).to_bytes(8, "little")).tensors
     assert spec.on_cuda and spec.requires_grad
