@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -20,6 +21,7 @@ from tp_kernels import (
 from tp_kernels.comm import barrier
 from tp_kernels.pipeline import PipelineCommunicator
 
+from .host_streams import WAYS, OnDevices
 from .test_message import same
 
 PROVIDERS = ("host", "none")
@@ -27,9 +29,11 @@ PROVIDERS = ("host", "none")
 
 @contextmanager
 def pipeline(provider: str = "host", timeout: float = 30.0, **options: Any) -> Iterator[Any]:
+    """provider: of a group; or a way of tensors on devices (host_streams.py)."""
+    ways = {way: partial(OnDevices, way=way) for way in WAYS}
     with (
-        ParallelGroup(provider=provider, timeout=timeout) as group,
-        PipelineCommunicator(group, **options) as made,
+        ParallelGroup(provider="auto" if provider in ways else provider, timeout=timeout) as group,
+        ways.get(provider, PipelineCommunicator)(group, **options) as made,
     ):
         yield made
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from datetime import timedelta
 
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store
 
 from .errors import CollectiveTimeoutError
 
@@ -29,6 +29,10 @@ class Rendezvous:
         self._corners[name] += 1
         prefix = f"{self._prefix}/{name}{self._corners[name]}"
         return Rendezvous(self._store, prefix, self.rank, self.size, self.timeout)
+
+    def store(self, name: str) -> Store:
+        """A store of its own, such as a backend wants."""
+        return PrefixStore(f"{self._prefix}/{name}", self._store)
 
     def next_index(self) -> int:
         """A number that nothing else made over this store by these ranks has."""

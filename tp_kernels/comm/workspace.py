@@ -49,6 +49,7 @@ OPERATIONS = {
     "all_gather_weight_gradient": 8,
     "cross_entropy": 9,
     "barrier": 10,
+    "pipeline": 11,
 }
 
 

@@ -13,6 +13,7 @@ from tp_kernels.comm.errors import GroupMismatchError, PeerLostError, ShapeError
 from tp_kernels.comm.group import ParallelGroup
 
 from . import message
+from .device_routes import DeviceRoutes, device_routes
 from .exchange import Exchange
 from .lanes import (
     BACKWARD,
@@ -54,7 +55,12 @@ class PipelineCommunicator:
             only while it waits for one behind them.
         ring: the last stage's `send_forward` goes to stage 0, whose `send_backward` goes to the last.
         buffer_bytes: shared memory of each direction between ranks with stages next to each other. What fits
-            is sent while the receiver computes; longer messages move as it receives.
+            is sent while the receiver computes; longer messages move as it receives. With device_route "put"
+            also memory of a GPU, for each other rank.
+        device_route: of the elements of CUDA tensors: "put" (copies into memory of the receiving GPU, with
+            flags), "nccl" (the process group), "host" (through host memory), or "auto", the first of these
+            that is possible. The host does not wait for what a GPU still computes; that a peer was late is
+            raised by the first call after a GPU has found out.
         timeout: seconds a wait may last; default: that of the group.
         recorder: its `record(kind, stage, micro_batch, start, end, nbytes)` is called with "SEND_F",
             "SEND_B", "RECV_F", "RECV_B" for each message, and with "WAIT_F", "WAIT_B" for the time that a
@@ -76,6 +82,7 @@ class PipelineCommunicator:
         credits: int = 4,
         ring: bool = False,
         buffer_bytes: int = 4 << 20,
+        device_route: str = "auto",
         timeout: float | None = None,
         recorder: Recorder | None = None,
     ) -> None:
@@ -84,7 +91,7 @@ class PipelineCommunicator:
         self.stage_to_rank = tuple(range(group.size) if stage_to_rank is None else stage_to_rank)
         self.stages = len(self.stage_to_rank)
         self.credits, self.ring, self.recorder = credits, ring, recorder
-        self.buffer_bytes = buffer_bytes
+        self.buffer_bytes, self.device_route = buffer_bytes, device_route
         self.timeout = group.timeout if timeout is None else float(timeout)
         self._agree(buffer_bytes)
         self.my_stages = tuple(s for s, r in enumerate(self.stage_to_rank) if r == self.rank)
@@ -93,9 +100,11 @@ class PipelineCommunicator:
         self._make_lanes()
         self._transport = self._connect(buffer_bytes) if group.size > 1 else None
         self.memory = self._transport.memory if isinstance(self._transport, RingRoutes) else None
+        self._devices, self._devices_reason = self._connect_devices()
         self._exchange = Exchange(
             group,
             self._transport,
+            self._devices,
             credits,
             self.timeout,
             arrivals={
@@ -230,6 +239,8 @@ class PipelineCommunicator:
         """Leave and wait for nobody; the end of the group does this to its channels."""
         if not self._closed and self._transport is not None:
             self._transport.leave()
+            if self._devices is not None:
+                self._devices.leave()
         self._closed = True
 
     @property
@@ -262,7 +273,7 @@ class PipelineCommunicator:
         how = "local" if self._transport is None else self._transport.describe()
         return (
             f"stages {list(self.my_stages)} of {self.stages} on rank {self.rank} of {self.group.size}: "
-            f"{how}, because {self.group.provider_reason}; CUDA tensors through host memory"
+            f"{how}, because {self.group.provider_reason}; CUDA tensors {self._devices_reason}"
         )
 
     def __repr__(self) -> str:
@@ -293,6 +304,7 @@ class PipelineCommunicator:
             "credits": _whole(self.credits),
             "ring": bool(self.ring),
             "buffer_bytes": _whole(buffer_bytes),
+            "device_route": str(self.device_route),
         }
         if self.group.rendezvous is not None:
             corner = self.group.rendezvous.corner("pipeline")
@@ -358,10 +370,17 @@ class PipelineCommunicator:
 
             return ProcessGroupRoutes(self.group, self.timeout)
         size, reach = self.group.size, 1
-        pairs = list(zip(self.stage_to_rank, self.stage_to_rank[1:], strict=False))
-        for a, b in pairs:
+        for a, b in self._pairs():
             reach = max(reach, min((a - b) % size, (b - a) % size))
         return RingRoutes(self.group, reach, buffer_bytes)
+
+    def _connect_devices(self) -> tuple[DeviceRoutes | None, str]:
+        pairs = self._pairs() + [(self.stage_to_rank[-1], self.stage_to_rank[0])] * self.ring
+        return device_routes(self.group, self.device_route, self.buffer_bytes, self.timeout, pairs)
+
+    def _pairs(self) -> list[tuple[int, int]]:
+        """Ranks of stages that are next to each other, without the ring's."""
+        return list(zip(self.stage_to_rank, self.stage_to_rank[1:], strict=False))
 
     # Lanes.
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from torch import Tensor
 
@@ -27,11 +27,13 @@ from tp_kernels.comm.p2p import _is_plain
 from tp_kernels.comm.symmetric_memory import _host
 
 from . import message
+from .device_routes import DeviceRoutes
 from .lanes import CREDIT, NAMED, NAMED_CREDIT, STAGE, Lane, Outgoing, Peer
 from .transport import ANNOUNCED, RECEIVED, TENSOR, Lost, Transport
 
 # Descriptions that may come again. Long ones hold values themselves, and are read again.
 _KEPT_DESCRIPTIONS, _LONGEST_KEPT = 512, 1024
+Ready: TypeAlias = Callable[[], object] | None
 _FAULTS: tuple[type[Exception], ...] = (Lost,) if _host is None else (Lost, _host.Fault)
 _RELAYED = re.compile(r"^(rank \d+ failed: )+(?=rank \d+ (failed|is gone|closed))")
 
@@ -41,6 +43,7 @@ class Exchange:
 
     Args:
         transport: None for one rank.
+        devices: what carries the elements of tensors on devices, if it is not the transport.
         arrivals, departures: lanes between stages into and out of this rank, by number.
     """
 
@@ -48,17 +51,19 @@ class Exchange:
         self,
         group: ParallelGroup,
         transport: Transport | None,
+        devices: DeviceRoutes | None,
         credits: int,
         timeout: float,
         arrivals: dict[int, Lane],
         departures: dict[int, Lane],
     ) -> None:
-        self.group, self.transport = group, transport
+        self.group, self.transport, self._devices = group, transport, devices
         self.credits, self.timeout = credits, timeout
         self.broken = ""  # why nothing more is possible
         self.seconds = 0.0  # waited
-        # By tag without credits, or (rank, name): (its lane, value, bytes) of what arrived and was not taken.
-        self.mailbox: dict[Any, deque[tuple[Lane | None, Any, int]]] = {}
+        # By tag without credits, or (rank, name), what arrived and was not taken: its lane, value, bytes, and
+        # what has to be called before its tensors are used.
+        self.mailbox: dict[Any, deque[tuple[Lane | None, Any, int, Ready]]] = {}
         self._arrivals, self._departures = arrivals, departures
         self._peers = {r: Peer(r) for r in range(group.size) if r != group.rank}
         self._send_tensor = getattr(transport, "send_tensor", None)
@@ -74,13 +79,20 @@ class Exchange:
         """Send or queue a value; waits while `credits` are queued. Returns the bytes of its tensors."""
         peer = self._peers[lane.peer]
         free = lane.in_flight < self.credits and not (lane.waiting or peer.busy or peer.owing)
-        if free and type(value) is Tensor:
+        devices = self._devices
+        if free and type(value) is Tensor and not (devices and devices.carries(value, lane.peer)):
             nbytes = self._start_tensor(peer, lane, micro_batch, value)
             if nbytes is not None:
                 return nbytes
-        head, tensors = message.encode(value)
-        tensors = [tensor if _is_plain(tensor) else _in_host_memory(tensor) for tensor in tensors]
-        outgoing = Outgoing.of(lane, micro_batch, head, tensors)
+        carries = None if devices is None else partial(devices.carries, peer=lane.peer)
+        head, tensors = message.encode(value, carries)
+        here, apart = [], []
+        for tensor in tensors:
+            if carries is not None and carries(tensor):
+                apart.append(_plain(tensor))
+            else:
+                here.append(tensor if _is_plain(tensor) else _plain(tensor.cpu()))
+        outgoing = Outgoing.of(lane, micro_batch, head, here, apart)
         if free:
             self._start(peer, outgoing)
         else:
@@ -94,7 +106,7 @@ class Exchange:
                     lambda: len(lane.waiting) <= self.credits,
                     lambda: f"{lane.sender} cannot send {outgoing}",
                 )
-        return sum([tensor.nbytes for tensor in tensors])
+        return sum([tensor.nbytes for tensor in here + apart])
 
     def named(self, rank: int, name: str) -> Lane:
         """The lane of messages to `rank` under this name. One without messages under way may be forgotten."""
@@ -126,7 +138,7 @@ class Exchange:
         lane.in_flight += 1
         nbytes, left = sent
         if not left:
-            peer.busy, peer.leaving = True, Outgoing.of(lane, micro_batch, b"", [tensor])
+            peer.busy, peer.leaving = True, Outgoing.of(lane, micro_batch, b"", [tensor], [])
         return nbytes
 
     def _start(self, peer: Peer, outgoing: Outgoing) -> None:
@@ -137,6 +149,10 @@ class Exchange:
             tag |= back.owed << 48
             back.owed = 0
         lane.in_flight += 1
+        if outgoing.apart:
+            assert self._devices is not None
+            self._check_devices()
+            self._devices.send(peer.rank, outgoing.apart)
         spans = [(tensor.data_ptr(), tensor.nbytes) for tensor in outgoing.tensors]
         self._leave(peer, tag, head, spans)
         if peer.busy:
@@ -179,6 +195,9 @@ class Exchange:
         for peer in self._peers.values():
             while peer.leaving is not None or peer.queue:
                 self._await_move(peer)
+        if self._devices is not None:
+            self._devices.flush()
+            self._check_devices()
 
     def _await_move(self, peer: Peer) -> None:
         before = peer.moved
@@ -199,20 +218,22 @@ class Exchange:
 
     # Receiving.
 
-    def deliver(self, key: Any, value: Any, lane: Lane | None = None, nbytes: int = 0) -> None:
+    def deliver(
+        self, key: Any, value: Any, lane: Lane | None = None, nbytes: int = 0, ready: Ready = None
+    ) -> None:
         """Put a value where `take` finds it."""
         if lane is not None:
             lane.held += 1
         box = self.mailbox.get(key)
         if box is None:
-            self.mailbox[key] = deque(((lane, value, nbytes),))
+            self.mailbox[key] = deque(((lane, value, nbytes, ready),))
         else:
-            box.append((lane, value, nbytes))
+            box.append((lane, value, nbytes, ready))
 
     def take(self, key: Any) -> tuple[Any, int]:
         """The first value under `key`, which is in the mailbox, and its bytes; its sender gets a credit."""
         box = self.mailbox[key]
-        lane, value, nbytes = box.popleft()
+        lane, value, nbytes, ready = box.popleft()
         if not box:
             del self.mailbox[key]
         if lane is not None and lane.peer != self.group.rank:
@@ -223,6 +244,9 @@ class Exchange:
                 lane.owed += 1
                 if lane.owed >= (max(1, self.credits // 2) if lane.kind == STAGE else 1):
                     self._repay(lane)
+        if ready is not None:
+            self._check_devices()
+            ready()
         return value, nbytes
 
     def receive(self, lane: Lane, micro_batch: int, key: int) -> tuple[Any, int]:
@@ -293,29 +317,47 @@ class Exchange:
                 if len(self._descriptions) == _KEPT_DESCRIPTIONS:
                     self._descriptions.clear()
                 self._descriptions[head] = description
-        if description.nbytes != nbytes:
+        if description.here != nbytes:
             raise GroupMismatchError(
-                f"{lane.message(low)} has {nbytes} bytes, its description {description.nbytes}"
+                f"{lane.message(low)} has {nbytes} bytes, its description {description.here}"
             )
-        memory = [spec.empty() for spec in description.tensors]
-        peer.arriving = lane, low, description, memory
+        here = [spec.empty() for spec in description.tensors if not spec.apart]
+        memory, ready = here, None
+        if len(here) != len(description.tensors):
+            memory, ready = self._arrive_apart(peer, description, here)
+        peer.arriving = lane, low, description, memory, ready
         if nbytes == 0 or self.transport.receive(
-            peer.rank, [(t.data_ptr(), t.nbytes) for t in memory]
+            peer.rank, [(t.data_ptr(), t.nbytes) for t in here]
         ):
             self._complete(peer)
         return None
 
+    def _arrive_apart(
+        self, peer: Peer, description: message.Description, here: list[Tensor]
+    ) -> tuple[list[Tensor], Ready]:
+        """Memory of all tensors of a message, of which some do not come with it."""
+        apart = [spec for spec in description.tensors if spec.apart]
+        assert self._devices is not None  # all ranks have the same routes
+        memory, ready = self._devices.receive(peer.rank, apart)
+        with_it, beside = iter(here), iter(memory)
+        return [next(beside if spec.apart else with_it) for spec in description.tensors], ready
+
+    def _check_devices(self) -> None:
+        late = self._devices.failed() if self._devices is not None else ""
+        if late:
+            self._give_up(CollectiveTimeoutError, late)
+
     def _complete(self, peer: Peer) -> None:
-        lane, low, description, memory = peer.arriving
+        lane, low, description, memory, ready = peer.arriving
         peer.arriving = None
         tensors = [
             spec.finish(part) for spec, part in zip(description.tensors, memory, strict=True)
         ]
         value = description.value(tensors)
         if lane.kind == STAGE:
-            self.deliver(lane.bits | low, value, lane, description.nbytes)
+            self.deliver(lane.bits | low, value, lane, description.nbytes, ready)
         else:
-            self.deliver((peer.rank, value[0]), value[1], lane, description.nbytes)
+            self.deliver((peer.rank, value[0]), value[1], lane, description.nbytes, ready)
 
     def _named_from(self, peer: Peer, number: int, head: bytes) -> Lane:
         lane = Lane(NAMED, number, peer.rank, "", f"rank {peer.rank}", f"rank {self.group.rank}")
@@ -432,7 +474,7 @@ class Exchange:
         """Messages that arrived and were never taken."""
         found = []
         for key, box in self.mailbox.items():
-            for lane, _, _ in box:
+            for lane, *_ in box:
                 if type(key) is int and lane is not None:
                     found.append(lane.message(key & 0xFFFFFFFF))
                 else:
@@ -445,13 +487,16 @@ class Exchange:
         self._repay_all()
         self.progress("close")
         give_up = perf_counter() + self.timeout
-        while self.transport is not None and not self.transport.finish():
+        while self.transport is not None and not (
+            (self._devices is None or self._devices.sent()) and self.transport.finish()
+        ):
             if not self._step("close", 1e-3, -1, None) and perf_counter() > give_up:
                 self._give_up(
                     CollectiveTimeoutError,
                     f"close: rank {self.group.rank} has closed its pipeline, and not all others have within "
                     f"{self.timeout:g} s",
                 )
+        self._check_devices()
 
     def fail(self, reason: str) -> None:
         self.group.fail(reason)
@@ -459,5 +504,5 @@ class Exchange:
             self.transport.fail(reason)
 
 
-def _in_host_memory(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().resolve_conj().resolve_neg()

@@ -35,15 +35,18 @@ class Outgoing(NamedTuple):
     micro_batch: int
     head: bytes
     tensors: list[Tensor]
-    versions: list[int]  # of the tensors, to notice that one was changed
+    apart: list[Tensor]  # whose elements go from device to device
+    versions: list[int]  # of all of them, to notice that one was changed
 
     @staticmethod
-    def of(lane: Lane, micro_batch: int, head: bytes, tensors: list[Tensor]) -> Outgoing:
-        return Outgoing(lane, micro_batch, head, tensors, _versions(tensors))
+    def of(
+        lane: Lane, micro_batch: int, head: bytes, tensors: list[Tensor], apart: list[Tensor]
+    ) -> Outgoing:
+        return Outgoing(lane, micro_batch, head, tensors, apart, _versions(tensors + apart))
 
     def changed(self) -> bool:
         """Whether a tensor was written to after it had been given away."""
-        return _versions(self.tensors) != self.versions
+        return _versions(self.tensors + self.apart) != self.versions
 
     def __str__(self) -> str:
         return self.lane.message(self.micro_batch)
@@ -89,5 +92,6 @@ class Peer:
         self.leaving: Outgoing | None = None  # partly in the ring
         self.busy = False  # the ring has not all of the last message
         self.owing: dict[Lane, None] = {}  # lanes whose credits go alone, in this order
-        self.arriving: Any = None  # (lane, micro-batch, description, memory) of a message in part
+        # (lane, micro-batch, description, memory, call before its tensors are used) of a message in part
+        self.arriving: Any = None
         self.moved = 0  # messages that began to leave, or left

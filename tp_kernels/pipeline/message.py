@@ -8,7 +8,8 @@ The description is the encoding of `tp_kernels.comm.objects` (None, bool, int, f
 dict: a letter, then 4-byte lengths) with two more letters. All numbers are little endian.
 
     x   a tensor            dtype  1 byte, the number in DTYPES
-                            flags  1 byte: 1 it requires grad, 2 it was on a CUDA device
+                            flags  1 byte: 1 it requires grad, 2 it was on a CUDA device, 4 its elements go
+                                   from device to device and are not in the message
                             dims   1 byte, then 8 bytes for each size
     r   the same tensor     index of an earlier tensor of this message, 4 bytes
 
@@ -16,8 +17,8 @@ A tensor that occurs twice (the same object) is sent once and arrives as one ten
 arrive as tensors of their own. Whatever the strides were, tensors arrive contiguous: each in memory of its
 own, so that one which is kept does not keep the others.
 
-A tensor that was on a CUDA device arrives on the receiver's current CUDA device and travels through host
-memory.
+A tensor that was on a CUDA device arrives on the receiver's CUDA device. Its elements go there as
+device_routes.py says, or else through host memory.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ DTYPES = (
     *(torch.uint16, torch.uint32, torch.uint64, torch.float8_e8m0fnu),
 )
 _NUMBER = {dtype: number for number, dtype in enumerate(DTYPES)}
-_REQUIRES_GRAD, _ON_CUDA = 1, 2
+_REQUIRES_GRAD, _ON_CUDA, _APART = 1, 2, 4
 _LARGE = 128 << 10  # bytes; see csrc/host/large_blocks.h
 _TENSOR = struct.Struct("<BBB")
 _INDEX = struct.Struct("<I")
@@ -56,6 +57,7 @@ class TensorSpec(NamedTuple):
     dtype: torch.dtype
     requires_grad: bool
     on_cuda: bool
+    apart: bool  # its elements are not in the message
     nbytes: int
 
     def empty(self) -> Tensor:
@@ -75,7 +77,7 @@ class TensorSpec(NamedTuple):
                 f"a tensor {tuple(self.shape)} that was on a CUDA device cannot be received by a process "
                 "without one: send .cpu()"
             )
-        value = memory.cuda() if self.on_cuda else memory
+        value = memory.cuda() if self.on_cuda and not self.apart else memory
         return value.requires_grad_() if self.requires_grad else value
 
 
@@ -89,16 +91,18 @@ class Description(NamedTuple):
 
     tensors: tuple[TensorSpec, ...]
     nbytes: int  # of all their elements
+    here: int  # of those in the message
     value: Callable[[Sequence[Tensor]], Any]  # finished tensors -> the value that was sent
 
 
-def encode(value: Any) -> tuple[bytes, list[Tensor]]:
+def encode(value: Any, apart: Callable[[Tensor], bool] | None = None) -> tuple[bytes, list[Tensor]]:
     """The description of `value`, and its tensors in the order in which they follow.
 
     Args:
         value: None, bool, int, float, str, bytes, dense tensors of any shape, stride and dtype of `DTYPES`,
             and lists, tuples and dicts of them. Subclasses of these do not count, so that nothing arrives as
             another type than it was: pass `tuple(x)` of a namedtuple, `dict(x)` of a ModelOutput.
+        apart: of which tensors the elements are not in the message.
 
     Raises:
         UnsupportedError: it holds anything else.
@@ -113,7 +117,7 @@ def encode(value: Any) -> tuple[bytes, list[Tensor]]:
         if place is not None:
             out += b"r" + _INDEX.pack(place)
             return True
-        out += b"x" + _describe(item)
+        out += b"x" + _describe(item, apart is not None and apart(item))
         places[id(item)] = len(tensors)
         tensors.append(item)
         return True
@@ -134,22 +138,23 @@ def decode(head: bytes) -> Description:
         if letter != b"x":
             raise ValueError(f"not a description: {letter!r} at byte {at - 1}")
         number, flags, dims = _TENSOR.unpack_from(data, at)
-        if number >= len(DTYPES) or flags > (_REQUIRES_GRAD | _ON_CUDA):
+        if number >= len(DTYPES) or flags > (_REQUIRES_GRAD | _ON_CUDA | _APART):
             raise ValueError(f"not a description: dtype {number}, flags {flags}")
         at += _TENSOR.size
         shape = struct.unpack_from(f"<{dims}Q", data, at)
         dtype = DTYPES[number]
         nbytes = prod(shape) * dtype.itemsize
-        grad, cuda = bool(flags & _REQUIRES_GRAD), bool(flags & _ON_CUDA)
-        specs.append(TensorSpec(shape, dtype, grad, cuda, nbytes))
+        grad, cuda, apart = (bool(flags & bit) for bit in (_REQUIRES_GRAD, _ON_CUDA, _APART))
+        specs.append(TensorSpec(shape, dtype, grad, cuda, apart, nbytes))
         return _Place(len(specs) - 1), at + 8 * dims
 
     skeleton = objects.decode(head, read)
     tensors = tuple(specs)
     total = sum(spec.nbytes for spec in tensors)
+    here = sum(spec.nbytes for spec in tensors if not spec.apart)
     if type(skeleton) is _Place:
-        return Description(tensors, total, _only)
-    return Description(tensors, total, lambda given: _fill(skeleton, given))
+        return Description(tensors, total, here, _only)
+    return Description(tensors, total, here, lambda given: _fill(skeleton, given))
 
 
 def detached(value: Any) -> Any:
@@ -192,7 +197,7 @@ def _fill(skeleton: Any, tensors: Sequence[Tensor]) -> Any:
     return skeleton
 
 
-def _describe(tensor: Tensor) -> bytes:
+def _describe(tensor: Tensor, apart: bool) -> bytes:
     number = _NUMBER.get(tensor.dtype)
     if (
         number is None
@@ -205,6 +210,6 @@ def _describe(tensor: Tensor) -> bytes:
             f"{tensor.device} cannot be sent to another stage: send dense tensors on CPU or CUDA "
             "(.to_dense(), .to_local(), .dequantize())"
         )
-    flags = _REQUIRES_GRAD * tensor.requires_grad | _ON_CUDA * tensor.is_cuda
+    flags = _REQUIRES_GRAD * tensor.requires_grad | _ON_CUDA * tensor.is_cuda | _APART * apart
     shape = tensor.shape
     return _TENSOR.pack(number, flags, len(shape)) + struct.pack(f"<{len(shape)}Q", *shape)

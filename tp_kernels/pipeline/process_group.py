@@ -1,5 +1,8 @@
 """Messages of a pipeline through a process group: gloo, on one host or several.
 
+Where the backend for host memory is another one, or there is none, as with NCCL alone, one of the same
+ranks is made.
+
 A message is a block of 512 bytes and, behind it, the rest of a long head and the tensors:
 
     tag 8 bytes | bytes of the head 8 | bytes of the tensors 8 | messages received from the other side so far
@@ -23,14 +26,13 @@ from time import perf_counter, sleep
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tp_kernels.comm import objects
-from tp_kernels.comm.errors import UnsupportedError
 from tp_kernels.comm.faults import error_from_process_group, is_transport_failure, suspects
 from tp_kernels.comm.group import ParallelGroup
 
+from .device_process_group import backend_for, new_backend
 from .lanes import CLOSED, FAILED
 from .transport import ANNOUNCED, Lost, Span
 
@@ -63,15 +65,11 @@ class ProcessGroupRoutes:
 
     def __init__(self, group: ParallelGroup, timeout: float) -> None:
         assert group.process_group is not None and group.rendezvous is not None
-        backend = _cpu_backend(group.process_group)
-        if backend != "gloo":
-            raise UnsupportedError(
-                "messages of a pipeline go through host memory, for which the backend of this process group "
-                f"is '{backend}': only gloo is supported, as of init_process_group('cpu:gloo,cuda:nccl') or "
-                "new_group(backend='gloo')"
-            )
         self._group = group
-        self._process_group = group.process_group
+        self._backend = backend_for(group.process_group, "cpu")
+        if self._backend is None or self._backend.name() != "gloo":
+            store = group.rendezvous.corner("gloo").store("backend")
+            self._backend = new_backend("gloo", store, group.rank, group.size, group.timeout)
         self._deadline = timedelta(seconds=timeout)
         self._notices = group.rendezvous.corner("routes")
         self._wire_tag = _WIRE_TAGS + self._notices.next_index()
@@ -166,21 +164,14 @@ class ProcessGroupRoutes:
         return "process group (gloo)"
 
     def _post(self, route: _Route, memory: Tensor) -> None:
-        work = self._guard(
-            route,
-            lambda: dist.isend(
-                memory, group=self._process_group, group_dst=route.rank, tag=self._wire_tag
-            ),
-        )
+        work = self._guard(route, lambda: self._backend.send([memory], route.rank, self._wire_tag))
         route.in_flight.append((route.sent, work, memory))
 
     def _receive(self, route: _Route, memory: Tensor) -> None:
         self._guard(route, lambda: self._irecv(route, memory).wait(self._deadline))
 
     def _irecv(self, route: _Route, memory: Tensor) -> Any:
-        return dist.irecv(
-            memory, group=self._process_group, group_src=route.rank, tag=self._wire_tag
-        )
+        return self._backend.recv([memory], route.rank, self._wire_tag)
 
     def _look(self, route: _Route) -> tuple[int, int, int, bytes, int] | None:
         """The message that has arrived, if one has."""
@@ -237,10 +228,3 @@ class ProcessGroupRoutes:
             error = error_from_process_group(failure, self._group, "pipeline", route.rank)
             # Without the text of the backend, which says nothing of ranks.
             raise Lost(str(error).split(": [")[0]) from None
-
-
-def _cpu_backend(process_group: dist.ProcessGroup) -> str:
-    try:
-        return str(process_group._get_backend(torch.device("cpu")).name())
-    except RuntimeError:
-        return ""
