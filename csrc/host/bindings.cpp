@@ -188,6 +188,7 @@ void tpk::set_python_error(std::exception_ptr pending) {
 
 PYBIND11_MODULE(_host, module) {
   module.doc() = "Collectives between processes of one host, in shared memory.";
+  module.attr("INTERFACE") = kInterface;
   module.attr("Fault") = fault_class.call_once_and_store_result(make_fault_class).get_stored();
   py::register_local_exception_translator([](std::exception_ptr pending) {
     try {

@@ -16,6 +16,11 @@ namespace tpk {
 
 namespace py = pybind11;
 
+// What this module and the Python beside it agree on: names, arguments, results, and the descriptions of messages
+// that both write. Raised with every change of it, together with the number in
+// tp_kernels/comm/symmetric_memory.py, which refuses a module with another.
+inline constexpr int kInterface = 1;
+
 using Released = py::call_guard<py::gil_scoped_release>;
 using Timeout = std::optional<double>;
 

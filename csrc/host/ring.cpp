@@ -52,12 +52,6 @@ std::uint32_t RingEnd::await(Signal& signal, std::uint32_t expected, double time
   return domain_->await(signal, expected, timeout, policy_, WaitFor{-1, op_, peer_, what});
 }
 
-void RingEnd::interrupt() {
-  const std::string detail = std::string("interrupted in ") + op_;
-  broken_ = Fault(FaultKind::closed, domain_->rank(), -1, op_, count_, seen_, detail);
-  domain_->fail(detail);
-}
-
 Signal& RingEnd::peer_bell() const { return domain_->layout().bell(domain_->base(), peer_); }
 
 MessageHeader& RingEnd::header() const {

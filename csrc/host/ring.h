@@ -7,12 +7,12 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include "domain.h"
+#include "exclusive.h"
 #include "ring_parts.h"
 
 namespace tpk {
@@ -27,31 +27,16 @@ class RingEnd {
  protected:
   RingEnd(std::shared_ptr<Domain> domain, int peer, bool sends);
 
-  // Runs `call` as the only call on this end. A fault is permanent, as for a slot: nobody knows how
-  // much of a message that was left half-way has arrived.
   template <class Call>
   auto exclusive(const char* op, Call&& call) {
-    std::unique_lock lock(mutex_, std::try_to_lock);
-    if (!lock) throw std::logic_error(std::string(op) + ": another thread is using this ring");
-    domain_->check_process();
-    if (broken_) throw Fault(*broken_);
-    domain_->check_member(-1, op);
-    op_ = op;
-    try {
+    const auto named = [&] {
+      op_ = op;
       return call();
-    } catch (const Fault& fault) {
-      broken_ = fault;
-      throw;
-    } catch (const std::logic_error&) {
-      throw;  // refused before anything was moved
-    } catch (...) {
-      interrupt();
-      throw;
-    }
+    };
+    return exclusive_.run(*domain_, {op, "this ring"}, named, [&] { return Progress{count_, seen_}; });
   }
 
   std::uint32_t await(Signal& signal, std::uint32_t expected, double timeout, const char* what);
-  void interrupt();
   Signal& peer_bell() const;
   MessageHeader& header() const;
   std::byte* payload() const;
@@ -68,8 +53,7 @@ class RingEnd {
   std::uint32_t ring_;
   std::uint32_t cells_;
   RingSignals& signals_;
-  std::mutex mutex_;
-  std::optional<Fault> broken_;
+  Exclusive exclusive_;
   const char* op_ = "";
   WaitPolicy policy_;
   // Cells are counted modulo 2^32, which the number of cells need not divide: `index_`, that number modulo cells,

@@ -162,29 +162,6 @@ RingSet::RingSet(std::shared_ptr<Domain> domain, const std::vector<int>& peers)
 
 RingSet::~RingSet() = default;
 
-// As for a single ring, a fault is permanent.
-template <class Call>
-auto RingSet::exclusive(const char* op, Call&& call) {
-  std::unique_lock lock(mutex_, std::try_to_lock);
-  if (!lock) throw std::logic_error(std::string(op) + ": another thread is using these rings");
-  domain_->check_process();
-  if (broken_) throw Fault(*broken_);
-  domain_->check_member(-1, op);
-  try {
-    return call();
-  } catch (const Fault& fault) {
-    broken_ = fault;
-    throw;
-  } catch (const std::logic_error&) {
-    throw;  // refused before anything was moved
-  } catch (...) {
-    const std::string detail = std::string("interrupted in ") + op;
-    broken_ = Fault(FaultKind::closed, domain_->rank(), -1, op, 0, 0, detail);
-    domain_->fail(detail);
-    throw;
-  }
-}
-
 RingSet::Sender& RingSet::sender(int peer) const {
   for (const auto& sender : senders_) {
     if (sender->peer() == peer) return *sender;
@@ -200,7 +177,7 @@ RingSet::Receiver& RingSet::receiver(int peer) const {
 }
 
 bool RingSet::send(int peer, std::vector<SendPart> parts, std::uint64_t tag) {
-  return exclusive("send", [&] {
+  return exclusive_.run(*domain_, {"send", "these rings"}, [&] {
     Sender& to = sender(peer);
     if (to.busy()) throw std::logic_error("send: another message to this peer is under way");
     to.begin(std::move(parts), tag);
@@ -211,7 +188,7 @@ bool RingSet::send(int peer, std::vector<SendPart> parts, std::uint64_t tag) {
 bool RingSet::sending(int peer) const { return sender(peer).busy(); }
 
 bool RingSet::receive(int peer, std::vector<ReceivePart> parts) {
-  return exclusive("recv", [&] { return receiver(peer).receive(std::move(parts)); });
+  return exclusive_.run(*domain_, {"recv", "these rings"}, [&] { return receiver(peer).receive(std::move(parts)); });
 }
 
 bool RingSet::ready(Look look) const {
@@ -240,7 +217,7 @@ void RingSet::check_peers(const char* op, int awaited) const {
 }
 
 std::optional<RingEvent> RingSet::step(const char* op, double timeout, int awaited) {
-  return exclusive(op, [&]() -> std::optional<RingEvent> {
+  return exclusive_.run(*domain_, {op, "these rings"}, [&]() -> std::optional<RingEvent> {
     check_timeout(timeout);
     std::optional<Clock::time_point> deadline;
     while (true) {

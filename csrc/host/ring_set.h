@@ -48,8 +48,6 @@ class RingSet {
  private:
   class Sender;
   class Receiver;
-  template <class Call>
-  auto exclusive(const char* op, Call&& call);
   Sender& sender(int peer) const;
   Receiver& receiver(int peer) const;
   bool ready(Look look) const;
@@ -60,8 +58,7 @@ class RingSet {
   std::vector<std::unique_ptr<Sender>> senders_;
   std::vector<std::unique_ptr<Receiver>> receivers_;
   std::size_t first_ = 0;  // that is looked at: everybody's turn comes
-  std::mutex mutex_;
-  std::optional<Fault> broken_;
+  Exclusive exclusive_;
   WaitPolicy policy_;
 };
 

@@ -81,12 +81,6 @@ std::uint32_t Slot::await(Signal& signal, std::uint32_t expected, int peer, doub
   return domain_->await(signal, expected, timeout, policy, WaitFor{index_, op_, peer, what});
 }
 
-void Slot::interrupt() {
-  const std::string detail = std::string("interrupted in ") + op_.load();
-  broken_ = Fault(FaultKind::closed, rank(), index_, op_.load(), published_, finished_, detail);
-  domain_->fail(detail);
-}
-
 std::uint32_t Slot::begin(double timeout) {
   if (begun_) throw std::logic_error("begin: publish the round that was begun first");
   if (open_rounds() >= buffers()) {

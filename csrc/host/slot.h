@@ -6,12 +6,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
-#include <optional>
 #include <string>
 #include <vector>
 
 #include "domain.h"
+#include "exclusive.h"
 
 namespace tpk {
 
@@ -57,28 +56,15 @@ class Slot {
  public:
   Slot(std::shared_ptr<Domain> domain, int index);
 
-  // Runs `call` as the only call on this slot, and makes a fault permanent: the counters of ranks
-  // that left a call half-way no longer agree. All functions below are to be called inside of it.
+  // All functions below are to be called inside of this one.
   template <class Call>
   auto exclusive(const char* op, Call&& call) {
-    std::unique_lock lock(mutex_, std::try_to_lock);
-    if (!lock) throw std::logic_error(std::string(op) + ": another thread is using this slot");
-    domain_->check_process();
-    if (broken_) throw Fault(*broken_);
-    domain_->check_member(index_, op);
-    op_.store(op, std::memory_order_relaxed);
-    const Stopwatch stopwatch(seconds_);
-    try {
+    const auto timed = [&] {
+      op_.store(op, std::memory_order_relaxed);
+      const Stopwatch stopwatch(seconds_);
       return call();
-    } catch (const Fault& fault) {
-      broken_ = fault;
-      throw;
-    } catch (const std::logic_error&) {
-      throw;  // refused before anything was published
-    } catch (...) {
-      interrupt();
-      throw;
-    }
+    };
+    return exclusive_.run(*domain_, {op, "this slot", index_}, timed, [&] { return Progress{published_, finished_}; });
   }
 
   // Steps of a round. Rounds may overlap: up to `buffers` begun and not finished.
@@ -140,12 +126,10 @@ class Slot {
   // out[i] = sum over ranks of element first + i of the oldest round, plus bias.
   void sum(void* out, std::uint64_t first, std::uint64_t count, Dtype dtype, Bias bias);
   bool takes_two_shots(std::uint64_t bytes, bool filled, Shots shots) const;
-  void interrupt();
 
   std::shared_ptr<Domain> domain_;
   int index_;
-  std::mutex mutex_;
-  std::optional<Fault> broken_;
+  Exclusive exclusive_;
   double seconds_ = 0;
   std::atomic<const char*> op_ = "";  // for the messages of waits
 

@@ -25,6 +25,7 @@ from tp_kernels import (
 )
 from tp_kernels.comm import short_way
 from tp_kernels.comm.launch import launch
+from tp_kernels.comm.symmetric_memory import HOST_OBSTACLE, _host
 from tp_kernels.dispatch import IMPLEMENTATIONS, obstacle
 from tp_kernels.ops.linear_all_reduce import linear_all_reduce
 
@@ -149,6 +150,8 @@ def _implementations() -> dict[str, dict[str, Any]]:
 
 
 def _extension(name: str) -> dict[str, Any]:
+    if name == "_host" and HOST_OBSTACLE:
+        return {"built": False, "detail": HOST_OBSTACLE}
     try:
         module = importlib.import_module(f"tp_kernels.{name}")
     except ImportError as error:
@@ -160,10 +163,11 @@ def _extension(name: str) -> dict[str, Any]:
 
 
 def _isa() -> dict[str, Any]:
+    if _host is None:
+        return {"used": None, "available": [], "why": HOST_OBSTACLE}
     try:
-        _host = importlib.import_module("tp_kernels._host")
         return {"used": _host.isa(), "available": list(_host.available_isas())}
-    except (ImportError, ValueError) as error:
+    except ValueError as error:
         return {"used": None, "available": [], "why": str(error)}
 
 

@@ -6,6 +6,7 @@ group works through its process group and says why.
 
 from __future__ import annotations
 
+import importlib
 import json
 import secrets
 from typing import Any, NamedTuple
@@ -15,13 +16,28 @@ from .host_slot import HostSlot
 from .rendezvous import Rendezvous
 from .topology import HostIdentity
 
-try:
-    from tp_kernels import _host  # type: ignore[attr-defined]  # compiled
-except ImportError as _error:
-    _host = None
-    HOST_IMPORT_ERROR: str | None = str(_error)
-else:
-    HOST_IMPORT_ERROR = None
+# Of the module that this package was written for: kInterface in csrc/host/bindings.h.
+INTERFACE = 1
+
+
+def load_host() -> tuple[Any, str | None]:
+    """Module `_host` and None, or None and why it cannot be used."""
+    try:
+        module = importlib.import_module("tp_kernels._host")
+    except ModuleNotFoundError:
+        return None, "tp_kernels._host is not built"
+    except ImportError as error:
+        return None, f"tp_kernels._host cannot be loaded: {error}"
+    built = getattr(module, "INTERFACE", 0)
+    if built != INTERFACE:  # messages of one would never arrive at the other
+        return None, (
+            f"tp_kernels._host was built with interface {built}, this package needs {INTERFACE}: build "
+            "it again (`make venv`, or `python setup.py build_ext --inplace`)"
+        )
+    return module, None
+
+
+_host, HOST_OBSTACLE = load_host()
 
 
 class Shape(NamedTuple):
@@ -69,7 +85,7 @@ class SymmetricMemory:
         tuning: tuple[int, int, int, int] | None = None,
     ) -> None:
         if _host is None:
-            raise BuildError(f"tp_kernels._host is not built: {HOST_IMPORT_ERROR}")
+            raise BuildError(str(HOST_OBSTACLE))
         self.rank, self.world = rendezvous.rank, rendezvous.size
         self.timeout = rendezvous.timeout if timeout is None else timeout
         rings = ring_cells, ring_cell_bytes, ring_reach, ring_far_cells
@@ -110,7 +126,7 @@ class SymmetricMemory:
 def host_obstacle(identities: list[HostIdentity]) -> str | None:
     """Why the ranks with these identities cannot use a host region, or None when they can."""
     if _host is None:
-        return f"tp_kernels._host is not built: {HOST_IMPORT_ERROR}"
+        return HOST_OBSTACLE
     for rank, identity in enumerate(identities[1:], start=1):
         obstacle = identities[0].obstacle(identity)
         if obstacle:

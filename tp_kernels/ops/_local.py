@@ -16,7 +16,7 @@ from torch import Tensor
 from tp_kernels import dispatch
 from tp_kernels.comm.errors import ShapeError, UnsupportedError
 from tp_kernels.comm.host_slot import REDUCIBLE
-from tp_kernels.comm.symmetric_memory import HOST_IMPORT_ERROR, _host
+from tp_kernels.comm.symmetric_memory import HOST_OBSTACLE
 from tp_kernels.comm.triton_support import TritonSupport
 
 from ._op import FLOATING, device_type
@@ -98,11 +98,7 @@ def _obstacle(name: str, dtype: torch.dtype, device: str) -> str | None:
     if name == "host":
         if device != "cpu":
             return f"it is for CPU tensors, not {device}"
-        if not hasattr(_host, "dropout"):
-            return (
-                HOST_IMPORT_ERROR or "tp_kernels._host is older than this package: build it again"
-            )
-        return None
+        return HOST_OBSTACLE
     return TritonSupport.current().obstacle(device)
 
 

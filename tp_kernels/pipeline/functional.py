@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .communicator import PipelineCommunicator
-from .message import tensors_of, with_tensors
+from .message import encode, with_tensors
 
 
 def send_forward(
@@ -33,7 +33,8 @@ def send_forward(
     the token of one, to a loss, or call `backward()` of each. Raises as `PipelineCommunicator.send_forward`
     does.
     """
-    wanted = [tensor for tensor in tensors_of(value) if tensor.requires_grad]
+    _, tensors = encode(value)
+    wanted = [tensor for tensor in tensors if tensor.requires_grad]
     comm.send_forward(value, micro_batch=micro_batch, stage=stage)
     return _Token.apply(comm, micro_batch, stage, *wanted)
 
@@ -45,7 +46,7 @@ def recv_forward(comm: PipelineCommunicator, *, micro_batch: int, stage: int | N
     nothing uses any of them there is no backward, and the previous stage waits in vain.
     """
     value = comm.recv_forward(micro_batch=micro_batch, stage=stage)
-    received = tensors_of(value)
+    _, received = encode(value)
     wanted = [tensor for tensor in received if tensor.requires_grad]
     if not wanted:
         return value

@@ -164,13 +164,8 @@ def detached(value: Any) -> Any:
     return decode(head).value(leaves)
 
 
-def tensors_of(value: Any) -> list[Tensor]:
-    """The different tensors of `value`, in the order of the message."""
-    return encode(value)[1]
-
-
 def with_tensors(value: Any, tensors: Sequence[Tensor]) -> Any:
-    """`value` with other tensors in place of its own, in the order of `tensors_of`."""
+    """`value` with other tensors in place of its own, in the order of `encode`."""
     return decode(encode(value)[0]).value(tensors)
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from tp_kernels.comm.errors import UnsupportedError
 from tp_kernels.comm.group import ParallelGroup
-from tp_kernels.comm.symmetric_memory import SymmetricMemory, _host
+from tp_kernels.comm.symmetric_memory import SymmetricMemory
 
 # Kinds of `Event`. TENSOR, where a transport makes tensors: a message of one, complete, which is `head` then.
 ANNOUNCED, RECEIVED, SENT, TENSOR = range(4)
@@ -79,11 +79,6 @@ class RingRoutes:
     """
 
     def __init__(self, group: ParallelGroup, reach: int, buffer_bytes: int) -> None:
-        if not hasattr(_host, "RingSet"):
-            raise UnsupportedError(
-                "tp_kernels._host was built before rings could be moved together: build it again "
-                "(`make venv`, or `TP_KERNELS_CUDA=0 python setup.py build_ext --inplace`)"
-            )
         assert group.rendezvous is not None
         self._group = group
         self._bytes = buffer_bytes
