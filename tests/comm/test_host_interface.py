@@ -10,10 +10,12 @@ import re
 import subprocess
 import sys
 from types import ModuleType
+from unittest import mock
 
 import pytest
 
-from tp_kernels import _host
+from tp_kernels import ParallelGroup, _host
+from tp_kernels.comm import group as group_module
 from tp_kernels.comm.symmetric_memory import INTERFACE, load_host
 
 # The interface of this number. Where the digest is another, raise kInterface in csrc/host/bindings.h and
@@ -94,3 +96,15 @@ def test_everything_goes_on_without_it(tmp_path):
     # As explain() and `group.provider_reason` have it, of ranks of their own.
     assert found["implementations"]["host"]["why"].startswith(why)
     assert found["implementations"]["chunked"]["available"], found["implementations"]
+
+
+def test_ranks_agree(world):
+    """One rank without a module: both say so, and neither waits for the other's segment."""
+    assert set(world(2).run(without_on_rank_1)) == {"rank 1: too old"}
+
+
+def without_on_rank_1() -> str:
+    mine = "too old" if os.environ["RANK"] == "1" else None
+    with mock.patch.object(group_module, "HOST_OBSTACLE", mine), ParallelGroup() as group:
+        assert group.provider == "none"
+        return group.provider_reason

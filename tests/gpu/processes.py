@@ -5,7 +5,7 @@ Their contexts take turns on the device, so every wait lasts a time slice: few c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from tp_kernels.comm.regions import new_region, region_obstacle
 from tp_kernels.comm.symmetric_region import SymmetricRegion
 from tp_kernels.kernels import Workspace, WorkspaceShape, all_gather_linear
 from tp_kernels.kernels._signals import SIGNAL_BYTES
+from tp_kernels.pipeline import PipelineCommunicator
 
 WORLD = 2
 DEVICE = "cuda:0"
@@ -58,6 +59,7 @@ def checks() -> Iterator[Check]:
     yield Check("processes, all kernels", partial(between_processes, names), 150)
     yield Check("processes, rows by the copy engine", copies_between_processes, 100)
     yield Check("processes, ops", ops_between_processes, 150)
+    yield Check("processes, messages of a pipeline", messages_between_processes, 100)
     yield Check("processes without leave to share a device", refused, 60)
 
 
@@ -149,6 +151,35 @@ def call_ops(cases: Sequence[Case], device: str, way: str = "") -> list[dict[str
                     )
                 assert choice.implementation == "triton", str(choice)
     return digests
+
+
+def messages_between_processes() -> dict[str, Any]:
+    with Ranks(WORLD, timeout=80.0, env={OVERLAP: "1"}) as ranks:
+        explained = ranks.run(exchange_messages, DEVICE)
+    return {"world": WORLD, "route": explained[0]}
+
+
+def exchange_messages(device: str, make: Callable[..., Any] | None = None) -> str:
+    """Body of a rank: tensors computed on the device, shorter and longer than the ring, there and back."""
+    make = make or partial(PipelineCommunicator, device_route="put")
+    if device != "cpu":
+        torch.cuda.set_device(device)  # before the group is made
+    with ParallelGroup(timeout=60) as group, make(group, buffer_bytes=1 << 20, timeout=30) as comm:
+        for mb, elements in enumerate((1, 1000, 1 << 18, 0, 3 << 18, 77)):
+            x = torch.arange(elements, device=device).sin()
+            expected = (x * 2 + mb).cos()
+            if comm.rank == 0:
+                comm.send_forward({"x": x, "on host": torch.tensor([mb])}, micro_batch=mb)
+                comm.flush()
+                x.fill_(float("nan"))
+                got = comm.recv_backward(micro_batch=mb)
+            else:
+                given = comm.recv_forward(micro_batch=mb)
+                assert given["x"].device == x.device and given["on host"].tolist() == [mb]
+                got = (given["x"] * 2 + mb).cos()
+                comm.send_backward(got, micro_batch=mb)
+            assert torch.equal(got, expected), f"micro-batch {mb}"
+        return str(comm.explain())
 
 
 def refused() -> dict[str, str]:

@@ -83,7 +83,9 @@ class HostStreams:
         return torch.zeros(count, dtype=torch.int32)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        raw = target.data  # which counts no versions: a device writes later than its program says so
+        raw = (
+            target.data
+        )  # which counts no versions: a device writes later than its program says so
         self._give(lambda: raw.copy_(source))
 
     def wait_for(
@@ -172,10 +174,8 @@ class OnDevices(PipelineCommunicator):
             region.settle()
             routes = PutRoutes(self.group, region, self.streams, self.buffer_bytes, self.timeout)
         else:
-            ranks, size = self.stage_to_rank, self.group.size
-            pairs = [(rank, (rank + 1) % size) for rank in ranks]
             make = InOrder if self._asked == "in order" else new_backend
-            routes = DeviceProcessGroup(self.group, "gloo", "cpu", pairs, make)
+            routes = DeviceProcessGroup(self.group, "gloo", "cpu", self._pairs(), make)
         if self._only is not None:
             carries = routes.carries
             routes.carries = lambda x, peer: carries(x, peer) and x.dtype == self._only  # type: ignore[method-assign]

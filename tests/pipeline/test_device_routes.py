@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.gpu.processes import exchange_messages
 from tp_kernels import CollectiveTimeoutError, GroupMismatchError, ParallelGroup, UnsupportedError
 from tp_kernels.comm import barrier
 from tp_kernels.pipeline import PipelineCommunicator, PipelineRunner
@@ -135,6 +136,61 @@ def compute_in_streams() -> None:
         streams.wait(done)
         if comm.rank == 1:
             assert torch.equal(out, torch.arange(float(count))[:, None].expand(count, 500))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_elements_are_beside_messages(world, way):
+    """In both directions; of ranks without stages next to each other through process groups they are not."""
+    for found in world(3).run(bytes_in_messages, way):
+        assert found == {"next": 0, "other": 0 if way == "put" else 4000}
+
+
+def bytes_in_messages(way: str) -> dict[str, int]:
+    x = torch.ones(1000)
+    with ParallelGroup(timeout=30) as group, OnDevices(group, way) as comm:
+        send, sent = comm._transport.send, []
+
+        def record(peer: int, tag: int, head: bytes, spans: list[tuple[int, int]]) -> bool:
+            sent.append((peer, sum(size for _, size in spans)))
+            return send(peer, tag, head, spans)
+
+        comm._transport.send = record
+        others = [rank for rank in range(3) if rank != comm.rank]
+        for rank in others:
+            comm.send_to(x, rank, tag="x")
+        for rank in others:
+            assert torch.equal(comm.recv_from(rank, tag="x"), x)
+        comm.flush()
+        apart = [size for peer, size in sent if {peer, comm.rank} == {0, 2}]
+        beside = [size for peer, size in sent if {peer, comm.rank} != {0, 2}]
+        # Rank 1 is next to both others.
+        return {"next": max(beside), "other": max(apart, default=0 if way == "put" else 4000)}
+
+
+def test_what_a_gpu_is_to_show(world):
+    """The check of tests/gpu, which needs a GPU, with one made of threads."""
+    for explained in world(2).run(exchange_messages, "cpu", partial(OnDevices, way="put")):
+        assert "CUDA tensors by copies from GPU to GPU with flags (rings of 1 MiB" in explained
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_closing_waits_for_devices(world, way):
+    world(2).run(close_early, way)
+
+
+def close_early(way: str) -> None:
+    """What was sent arrives, however early its sender closes; a process may end then."""
+    with ParallelGroup(timeout=30) as group:
+        comm = OnDevices(group, way)
+        x = torch.ones(100_000)
+        if comm.rank == 0:
+            comm.send_forward(x, micro_batch=0)
+            comm.close()
+            assert comm._devices.sent()
+        else:
+            time.sleep(0.3)
+            assert torch.equal(comm.recv_forward(micro_batch=0), x)
+            comm.close()
 
 
 @pytest.mark.parametrize("late", ["sender", "receiver"])

@@ -33,7 +33,7 @@ from .host_slot import HostSlot
 from .process_group import ProcessGroupTransport
 from .rendezvous import Rendezvous, construction_index
 from .short_way import ShortWay
-from .symmetric_memory import SymmetricMemory, _host, host_obstacle
+from .symmetric_memory import HOST_OBSTACLE, SymmetricMemory, _host, host_obstacle
 from .topology import HostIdentity
 from .triton_support import TritonSupport
 
@@ -164,14 +164,16 @@ class ParallelGroup:
         else:
             mine = DeviceIdentity.current(torch.device("cuda"))
         facts = (TritonSupport.current(), CudaSupport.current(), mine)
-        support = json.dumps([fact.to_json() for fact in facts])
+        support = json.dumps([HOST_OBSTACLE, *(fact.to_json() for fact in facts)])
         told = [json.loads(text) for text in rendezvous.exchange("kernels", support)]
-        self.triton_support = [TritonSupport.from_json(triton) for triton, _, _ in told]
-        self.cuda_support = [CudaSupport.from_json(cuda) for _, cuda, _ in told]
-        self.devices = [DeviceIdentity.from_json(device) for _, _, device in told]
+        self.triton_support = [TritonSupport.from_json(triton) for _, triton, _, _ in told]
+        self.cuda_support = [CudaSupport.from_json(cuda) for _, _, cuda, _ in told]
+        self.devices = [DeviceIdentity.from_json(device) for _, _, _, device in told]
         self._transport = ProcessGroupTransport(pg, self.rank, self.size, self.timeout, check)
         self._obstacle = refused or (
-            "one rank" if self.size == 1 else host_obstacle(self.identities)
+            "one rank"
+            if self.size == 1
+            else host_obstacle(self.identities, [why for why, *_ in told])
         )
         if self._obstacle is None:
             try:

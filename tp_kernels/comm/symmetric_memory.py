@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import secrets
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .errors import BuildError, UnsupportedError
@@ -123,10 +124,14 @@ class SymmetricMemory:
         self._domain.close()
 
 
-def host_obstacle(identities: list[HostIdentity]) -> str | None:
-    """Why the ranks with these identities cannot use a host region, or None when they can."""
-    if _host is None:
-        return HOST_OBSTACLE
+def host_obstacle(identities: Sequence[HostIdentity], modules: Sequence[str | None]) -> str | None:
+    """Why the ranks with these identities cannot use a host region, or None when they can.
+
+    modules: `HOST_OBSTACLE` of every rank.
+    """
+    for rank, why in enumerate(modules):
+        if why:
+            return why if len(set(modules)) == 1 else f"rank {rank}: {why}"
     for rank, identity in enumerate(identities[1:], start=1):
         obstacle = identities[0].obstacle(identity)
         if obstacle:

@@ -375,12 +375,14 @@ class PipelineCommunicator:
         return RingRoutes(self.group, reach, buffer_bytes)
 
     def _connect_devices(self) -> tuple[DeviceRoutes | None, str]:
-        pairs = self._pairs() + [(self.stage_to_rank[-1], self.stage_to_rank[0])] * self.ring
-        return device_routes(self.group, self.device_route, self.buffer_bytes, self.timeout, pairs)
+        return device_routes(
+            self.group, self.device_route, self.buffer_bytes, self.timeout, self._pairs()
+        )
 
     def _pairs(self) -> list[tuple[int, int]]:
-        """Ranks of stages that are next to each other, without the ring's."""
-        return list(zip(self.stage_to_rank, self.stage_to_rank[1:], strict=False))
+        """Ranks of stages that are next to each other."""
+        ranks = self.stage_to_rank
+        return list(zip(ranks, ranks[1:] + ranks[:1] * self.ring, strict=False))
 
     # Lanes.
 

@@ -143,6 +143,10 @@ class PutRoutes:
         }
         self._record = torch.zeros(len(RECORD), dtype=torch.int32, device=region.local.device)
         self._heard = streams.visible(len(RECORD))  # the record as the host knows it
+        # A kernel that is loaded later, by its first launch, would wait for those that wait for a peer.
+        scratch = torch.zeros(1, dtype=torch.int32, device=region.local.device)
+        self._await(scratch, 0, group.rank, _ROOM)
+        streams.write_flag(scratch, 0)
 
     def carries(self, tensor: Tensor, peer: int) -> bool:
         return tensor.device == self._region.local.device
