@@ -127,6 +127,9 @@ void Domain::open_peers(double timeout) {
       peers[peer] = std::make_unique<ProcessWatch>(static_cast<pid_t>(other.pid), other.start_time);
     }
   }
+  std::vector<pid_t> processes;
+  for (int rank = 0; rank < world(); ++rank) processes.push_back(static_cast<pid_t>(status(rank).pid));
+  crowded_ = share_cores(processes);
   peers_ = std::move(peers);
   open_ = true;
   // A rank may leave right after it has joined; whoever needs it will be told when it waits.

@@ -76,6 +76,8 @@ class Domain {
   const Layout& layout() const { return layout_; }
   std::byte* base() const { return segment_->base(); }
   const Isa& isa() const { return *isa_; }
+  // For waits of this rank; from when its peers are open.
+  WaitPolicy wait_policy() const { return WaitPolicy::of(crowded_); }
   const Tuning& tuning() const { return layout_.control(base()).tuning; }
 
  private:
@@ -94,6 +96,7 @@ class Domain {
   pid_t pid_;
   unsigned generation_;
   bool open_ = false;
+  bool crowded_ = false;  // more ranks may run on the cores of this one than those are
   std::mutex mutex_;
   std::vector<bool> claimed_;
   std::vector<bool> claimed_rings_;

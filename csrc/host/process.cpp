@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -69,6 +70,25 @@ unsigned fork_generation() {
 }
 
 std::uint64_t process_start_time(pid_t pid) { return read_stat(pid).start_time; }
+
+bool share_cores(const std::vector<pid_t>& processes) {
+  // A call fails with more than CPU_SETSIZE cores, which are enough, and for a process that has ended.
+  cpu_set_t own, all;
+  CPU_ZERO(&own);
+  if (::sched_getaffinity(0, sizeof(own), &own) != 0) return false;
+  all = own;
+  int sharing = 0;
+  for (const pid_t process : processes) {
+    cpu_set_t cores, common;
+    CPU_ZERO(&cores);
+    if (::sched_getaffinity(process, sizeof(cores), &cores) != 0) continue;
+    CPU_AND(&common, &own, &cores);
+    if (CPU_COUNT(&common) == 0) continue;
+    CPU_OR(&all, &all, &cores);
+    ++sharing;
+  }
+  return sharing > CPU_COUNT(&all);
+}
 
 ProcessWatch::ProcessWatch(pid_t pid, std::uint64_t start_time)
     : pid_(pid), start_time_(start_time), fd_(open_pidfd(pid)) {

@@ -26,7 +26,7 @@ RingEnd::RingEnd(std::shared_ptr<Domain> domain, int peer, bool sends)
     : domain_(std::move(domain)), peer_(peer), ring_(ring_of(*domain_, peer, sends)),
       cells_(domain_->layout().cells(ring_)),
       signals_(domain_->layout().ring_signals(domain_->base(), ring_)),
-      policy_(WaitPolicy::for_ranks(domain_->world())) {
+      policy_(domain_->wait_policy()) {
   domain_->check_process();
   domain_->claim_ring(ring_);
   // Before any message both counters are the same, and the peer may have begun already.

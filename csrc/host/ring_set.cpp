@@ -153,7 +153,7 @@ class RingSet::Receiver : private RingEnd {
 };
 
 RingSet::RingSet(std::shared_ptr<Domain> domain, const std::vector<int>& peers)
-    : domain_(std::move(domain)), policy_(WaitPolicy::for_ranks(domain_->world())) {
+    : domain_(std::move(domain)), policy_(domain_->wait_policy()) {
   for (const int peer : peers) {
     senders_.push_back(std::make_unique<Sender>(domain_, peer));
     receivers_.push_back(std::make_unique<Receiver>(domain_, peer));

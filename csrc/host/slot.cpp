@@ -43,7 +43,7 @@ std::uint64_t size_of(Dtype dtype) {
 bool is_reducible(Dtype dtype) { return static_cast<std::uint32_t>(dtype) < kReducibleDtypes; }
 
 Slot::Slot(std::shared_ptr<Domain> domain, int index)
-    : domain_(std::move(domain)), index_(index), fill_policy_(WaitPolicy::for_ranks(world())),
+    : domain_(std::move(domain)), index_(index), fill_policy_(domain_->wait_policy()),
       read_policy_(fill_policy_) {
   domain_->check_process();
   domain_->claim(index);

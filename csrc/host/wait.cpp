@@ -59,13 +59,21 @@ bool wait_in_stages(Ready&& ready, Sleep&& sleep, Clock::time_point deadline, Wa
     }
     relax();
   }
-  policy.spins = std::max(policy.spins / 2, kMinSpins);
+  const int shorter = std::max(policy.spins / 2, kMinSpins);
   // Bounded by time: on a busy machine a single yield may cost a slice of another thread.
   const auto yield_until = std::min(deadline, Clock::now() + kYield);
+  int yields = 0;
   do {
-    if (ready()) return true;
+    if (ready()) {
+      // A peer on another core comes while yields of nobody's use return at once: a longer spin meets it. One
+      // that comes with the first yield needed this core.
+      policy.spins = yields > 1 ? std::min(policy.spins * 2, policy.max_spins) : shorter;
+      return true;
+    }
     ::sched_yield();
+    ++yields;
   } while (Clock::now() < yield_until);
+  policy.spins = shorter;
   while (!ready()) {
     on_slice();
     const auto left = deadline - Clock::now();
@@ -90,12 +98,7 @@ Clock::time_point deadline_after(double seconds) {
   return Clock::now() + std::chrono::nanoseconds(static_cast<std::int64_t>(bounded * 1e9));
 }
 
-WaitPolicy WaitPolicy::for_ranks(std::uint32_t ranks) {
-  cpu_set_t cores;
-  CPU_ZERO(&cores);
-  // The call fails with more than CPU_SETSIZE cores, which are enough.
-  const bool crowded = ::sched_getaffinity(0, sizeof(cores), &cores) == 0 &&
-                       ranks > static_cast<std::uint32_t>(CPU_COUNT(&cores));
+WaitPolicy WaitPolicy::of(bool crowded) {
   return crowded ? WaitPolicy{kMinSpins, kMinSpins} : WaitPolicy{kMaxSpins, kMaxSpins};
 }
 

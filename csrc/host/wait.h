@@ -20,8 +20,8 @@ struct WaitPolicy {
   int spins;  // about ten nanoseconds each
   int max_spins;
 
-  // With more ranks than cores, peers share this core from the start.
-  static WaitPolicy for_ranks(std::uint32_t ranks);
+  // crowded: peers need this very core from the start.
+  static WaitPolicy of(bool crowded);
 };
 
 // True once the signal has reached `expected`, false at the deadline. `on_slice` runs before every
