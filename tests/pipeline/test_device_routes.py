@@ -184,8 +184,10 @@ def close_early(way: str) -> None:
         comm = OnDevices(group, way)
         x = torch.ones(100_000)
         if comm.rank == 0:
-            comm.send_forward(x, micro_batch=0)
-            comm.close()
+            with comm.streams.on(comm.streams.new()):  # a flush holds that stream and not the host
+                comm.streams.streams[-1].delay = 0.1
+                comm.send_forward(x, micro_batch=0)
+                comm.close()
             assert comm._devices.sent()
         else:
             time.sleep(0.3)
