@@ -77,7 +77,7 @@ bool share_cores(const std::vector<pid_t>& processes) {
   CPU_ZERO(&own);
   if (::sched_getaffinity(0, sizeof(own), &own) != 0) return false;
   all = own;
-  int sharing = 0;
+  int sharing = 0, confined = 0;
   for (const pid_t process : processes) {
     cpu_set_t cores, common;
     CPU_ZERO(&cores);
@@ -86,8 +86,9 @@ bool share_cores(const std::vector<pid_t>& processes) {
     if (CPU_COUNT(&common) == 0) continue;
     CPU_OR(&all, &all, &cores);
     ++sharing;
+    confined += CPU_EQUAL(&common, &cores) ? 1 : 0;
   }
-  return sharing > CPU_COUNT(&all);
+  return sharing > CPU_COUNT(&all) || confined > CPU_COUNT(&own);
 }
 
 ProcessWatch::ProcessWatch(pid_t pid, std::uint64_t start_time)

@@ -11,7 +11,8 @@ namespace tpk {
 // Start of `pid` in clock ticks since boot; 0 if it is not known.
 std::uint64_t process_start_time(pid_t pid);
 
-// Whether more of these processes, of which this is one, may run on its cores than there are of them.
+// Whether these processes, of which this is one, may have to take turns on its cores: more of them use cores of
+// this one, or no other cores, than those are.
 bool share_cores(const std::vector<pid_t>& processes);
 
 // Changes in every child that fork() makes. Unlike getpid() it costs no system call, so that every call

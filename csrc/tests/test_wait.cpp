@@ -36,6 +36,7 @@ void spins_follow_the_peer() {
   const WaitPolicy policy{40, 2000};
   CHECK_EQUAL(spins_after(policy, 40), 80);      // in time
   CHECK(happens(policy, 42, 20));                // with the first yield: the peer needed this core
+  CHECK(!happens(policy, 42, 80));
   CHECK(happens(policy, 43, 80));                // a little late, on a core of its own
   const WaitPolicy least{20, 20};
   CHECK_EQUAL(spins_after(least, 1), 20);        // no more than is allowed
@@ -88,9 +89,10 @@ void cores_are_counted() {
   CHECK(!share(own));
   CHECK(share_cores(std::vector<pid_t>(cores.size() + 1, own)));  // threads that are ranks
   {
-    const Child first({a}), second({b});
+    const Child first({a}), second({b}), wide(cores);
     Child::pin(own, {a});
     CHECK(share(own, first.pid()));
+    CHECK(share(own, first.pid(), wide.pid()));
     CHECK_EQUAL(share(own, second.pid()), a == b);
     CHECK(share(own, first.pid(), second.pid()));
     Child::pin(own, {a, b});

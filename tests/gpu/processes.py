@@ -164,7 +164,7 @@ def exchange_messages(device: str, make: Callable[..., Any] | None = None) -> st
     make = make or partial(PipelineCommunicator, device_route="put")
     if device != "cpu":
         torch.cuda.set_device(device)  # before the group is made
-    with ParallelGroup(timeout=60) as group, make(group, buffer_bytes=1 << 20, timeout=30) as comm:
+    with ParallelGroup(timeout=60) as group, make(group, device_bytes=1 << 20, timeout=30) as comm:
         for mb, elements in enumerate((1, 1000, 1 << 18, 0, 3 << 18, 77)):
             x = torch.arange(elements, device=device).sin()
             expected = (x * 2 + mb).cos()

@@ -10,6 +10,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from queue import Queue
 from time import monotonic, sleep
 from typing import Any
@@ -22,7 +23,12 @@ from tp_kernels.pipeline import PipelineCommunicator
 from tp_kernels.pipeline.device_process_group import DeviceProcessGroup, new_backend
 from tp_kernels.pipeline.put import PutRoutes, region_bytes
 
-WAYS = ("put", "process group", "in order")  # the last two: gloo, at once and as NCCL would
+WAYS = ("put", "in order")  # the second: a process group whose calls run as NCCL's do
+
+
+def signed(count: int) -> int:
+    """A counter that wraps, as int32."""
+    return (count + 2**31) % 2**32 - 2**31
 
 
 class Stream:
@@ -57,8 +63,10 @@ class HostStreams:
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
         before, self._current = self._current, stream
-        yield
-        self._current = before
+        try:
+            yield
+        finally:
+            self._current = before
 
     def record(self, stream: Stream | None = None) -> threading.Event:
         event = threading.Event()
@@ -96,19 +104,18 @@ class HostStreams:
         timeout: float,
         rank: int,
         peer: int,
-        what: int,
     ) -> None:
         def wait() -> None:
             give_up = monotonic() + timeout
-            while record[0] == 0 and (seen := int(flag)) - count < 0:
+            while record[0] == 0 and signed((seen := int(flag)) - count) < 0:
                 if monotonic() > give_up:
-                    record.copy_(torch.tensor([2, rank, 11, what, 0, peer, count, seen]))
+                    record.copy_(torch.tensor([2, rank, 11, 0, 0, peer, count, seen]))
                 sleep(1e-5)
 
         self._give(wait)
 
     def write_flag(self, flag: Tensor, count: int) -> None:
-        self._give(lambda: flag.fill_(count))
+        self._give(lambda: flag.fill_(signed(count)))
 
     def _give(self, call: Callable[[], object], stream: Stream | None = None) -> None:
         stream = stream or self._current
@@ -119,10 +126,13 @@ class HostStreams:
 
 
 class InOrder:
-    """A backend as NCCL is one: calls run later, one after the other, a send until its receive."""
+    """A backend as NCCL is one: calls run later, one after the other, a send until its receive.
 
-    def __init__(self, *args: Any) -> None:
-        self._backend = new_backend(*args)
+    Each begins when what the current stream had been given by then is done.
+    """
+
+    def __init__(self, streams: HostStreams, *args: Any) -> None:
+        self._backend, self._streams = new_backend(*args), streams
         self._stream = Stream(2e-4)
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> InOrder.Work:
@@ -130,23 +140,24 @@ class InOrder:
             self._backend.send(tensors, peer, 1).wait()
             self._backend.recv([torch.zeros(1)], peer, 2).wait()
 
-        return self.Work(self._stream, run)
+        return self.Work(self, run)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> InOrder.Work:
         def run() -> None:
             self._backend.recv(tensors, peer, 1).wait()
             self._backend.send([torch.zeros(1)], peer, 2).wait()
 
-        return self.Work(self._stream, run)
+        return self.Work(self, run)
 
     class Work:
-        def __init__(self, stream: Stream, run: Callable[[], object]) -> None:
-            self._over = threading.Event()
-            stream.work.put(run)
-            stream.work.put(self._over.set)
+        def __init__(self, backend: InOrder, run: Callable[[], object]) -> None:
+            self._over, self._streams = threading.Event(), backend._streams
+            for call in (backend._streams.record().wait, run, self._over.set):
+                backend._stream.work.put(call)
 
         def wait(self) -> None:
-            assert self._over.wait(10), "ranks wait for each other"
+            """Holds the current stream, as that of NCCL does."""
+            self._streams.wait(self._over)
 
         def is_completed(self) -> bool:
             return self._over.is_set()
@@ -165,18 +176,26 @@ class OnDevices(PipelineCommunicator):
     ) -> None:
         self._asked, self._only = way, only
         self.streams = HostStreams()
+        # A ring like that of the host, so that tests of it are tests of this one.
+        options.setdefault("device_bytes", options.get("buffer_bytes", 1 << 20))
         super().__init__(group, **options)
 
     def _connect_devices(self) -> tuple[Any, str]:
         routes: PutRoutes | DeviceProcessGroup
+        pairs, device = self._pairs(), torch.device("cpu")
         if self._asked == "put":
-            region = SymmetricRegion(self.group, region_bytes(self.group.size, self.buffer_bytes))
+            size = region_bytes(self.group.size, pairs, self.device_bytes)
+            region = SymmetricRegion(self.group, size)
             region.settle()
-            routes = PutRoutes(self.group, region, self.streams, self.buffer_bytes, self.timeout)
+            routes = PutRoutes(
+                self.group, region, self.streams, pairs, self.device_bytes, self.timeout
+            )
         else:
-            make = InOrder if self._asked == "in order" else new_backend
-            routes = DeviceProcessGroup(self.group, "gloo", "cpu", self._pairs(), make)
+            make = partial(InOrder, self.streams)
+            routes = DeviceProcessGroup(
+                self.group, "gloo", device, self.streams, pairs, self.timeout, make
+            )
         if self._only is not None:
-            carries = routes.carries
-            routes.carries = lambda x, peer: carries(x, peer) and x.dtype == self._only  # type: ignore[method-assign]
+            cost = routes.cost
+            routes.cost = lambda x, peer: cost(x, peer) if x.dtype == self._only else None  # type: ignore[method-assign]
         return routes, routes.describe()

@@ -10,16 +10,21 @@ import pytest
 import torch
 
 from tests.gpu.processes import exchange_messages
-from tp_kernels import CollectiveTimeoutError, GroupMismatchError, ParallelGroup, UnsupportedError
+from tp_kernels import (
+    CollectiveTimeoutError,
+    GroupMismatchError,
+    ParallelGroup,
+    PeerLostError,
+    UnsupportedError,
+)
 from tp_kernels.comm import barrier
 from tp_kernels.pipeline import PipelineCommunicator, PipelineRunner
 from tp_kernels.pipeline import device_routes as routes
 from tp_kernels.pipeline import process_group as process_group_routes
 from tp_kernels.pipeline.device_process_group import DeviceProcessGroup, backend_for
-from tp_kernels.pipeline.put import CELLS, cell_bytes
 
 from . import test_communicator as bodies
-from .host_streams import WAYS, OnDevices
+from .host_streams import WAYS, OnDevices, signed
 from .stages import (
     check_gradients,
     make_batch,
@@ -88,27 +93,163 @@ def test_the_host_does_not_wait(world):
 
 
 def run_ahead() -> None:
-    """Puts of several rings return at once; what the program reads and changes waits for its part only."""
-    size = cell_bytes(4096) // 4 * CELLS * 3  # elements, of three rings
-    with ParallelGroup(timeout=30) as group, OnDevices(group, "put", buffer_bytes=4096) as comm:
+    """A send returns at once while its device does nothing; a receive waits for its own part only."""
+    with ParallelGroup(timeout=30) as group, OnDevices(group, "put", buffer_bytes=1 << 16) as comm:
         if comm.rank == 0:
-            held = comm.streams.new()
+            held = comm._devices._ways[1].sending = comm.streams.new()
             held.held.clear()
-            comm._devices._ways[1].sending = held
-            xs = [torch.full((size,), float(mb)) for mb in range(3)]
+            xs = [torch.full((1000,), float(mb)) for mb in range(3)]
             for mb, x in enumerate(xs):
                 comm.send_forward(x, micro_batch=mb)
             barrier(group)
-            assert not comm._devices.sent()
+            assert not comm._devices.idle()
             held.held.set()
             comm.flush()
-            assert comm._devices.sent()
             for x in xs:
                 x.fill_(-1.0)
         else:
             barrier(group)
             for mb in (1, 0, 2):
                 assert (comm.recv_forward(micro_batch=mb) == mb).all()
+
+
+def test_more_than_there_is_room_for(world):
+    world(2).run(fill_the_ring)
+
+
+def fill_the_ring() -> None:
+    """Both send more than their rings hold before they receive; what fits into none goes in its message."""
+    with ParallelGroup(timeout=30) as group, OnDevices(group, "put", buffer_bytes=1 << 14) as comm:
+        send, receive = (
+            (comm.send_forward, comm.recv_backward)
+            if comm.rank == 0
+            else (comm.send_backward, comm.recv_forward)
+        )
+        sizes = [3000, 4096, 1, 0, 2000, 5000, 77, 4000]  # floats, of a ring of 4096
+        for step in range(0, len(sizes), 4):
+            for mb in range(step, step + 4):
+                send(torch.full((sizes[mb],), float(mb)), micro_batch=mb)
+            comm.progress()
+            way = comm._devices._ways[1 - comm.rank]
+            assert sum(end - start for _, start, end in way.in_ring) <= 1 << 14
+            for mb in (step + 3, step, step + 2, step + 1):
+                got = receive(micro_batch=mb)
+                assert got.shape == (sizes[mb],) and (got == mb).all()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_changed_in_place(world, way):
+    world(2).run(change, way)
+
+
+def change(way: str) -> None:
+    """What a device may still have to read is as little to be changed as what a ring has not taken."""
+    with ParallelGroup(timeout=30) as group:
+        comm = OnDevices(group, way)
+        if comm.rank == 0:
+            x = torch.ones(10)
+            comm.send_forward(x, micro_batch=0)
+            x.fill_(2.0)
+            with pytest.raises(UnsupportedError, match=r"micro-batch 0 .* was changed in place"):
+                comm.flush()
+        comm.leave()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_queued_in_another_stream(world, way):
+    world(2).run(queue_in_streams, way)
+
+
+def queue_in_streams(way: str) -> None:
+    """A message waits for what had been given to the stream that it was sent in, whenever it leaves."""
+    with ParallelGroup(timeout=30) as group, OnDevices(group, way, credits=1) as comm:
+        if comm.rank == 0:
+            x = torch.full((100,), -1.0)
+            program = comm.streams.new()
+            program.held.clear()
+            comm.send_forward(0, micro_batch=0)  # takes the credit
+            with comm.streams.on(program):
+                comm.streams.copy(x, torch.full((100,), 5.0))
+                comm.send_forward(x, micro_batch=1)
+            barrier(group)
+            peer = comm._exchange._peers[1]
+            while not peer.on_device:
+                comm.progress()  # in another stream than that of the send
+            program.held.set()
+            comm.flush()
+        else:
+            barrier(group)
+            assert comm.recv_forward(micro_batch=0) == 0
+            assert (comm.recv_forward(micro_batch=1) == 5.0).all()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_both_flush_first(world, way):
+    world(2).run(flush_first, way)
+
+
+def flush_first(way: str) -> None:
+    """Both send, flush and receive, all in streams of their programs: no stream waits for its own peer."""
+    with ParallelGroup(timeout=30) as group, OnDevices(group, way) as comm:
+        program, other = comm.streams.new(), 1 - comm.rank
+        with comm.streams.on(program):
+            for step in range(3):
+                x = torch.full((1000,), float(comm.rank + step))
+                comm.send_to(x, other, tag="x")
+                comm.flush()
+                got = torch.empty(1000)
+                comm.streams.copy(got, comm.recv_from(other, tag="x"))
+                done = comm.streams.record()
+                assert done.wait(10), "ranks wait for each other"
+                assert (got == other + step).all()
+
+
+def test_a_send_that_fails(world):
+    world(2).run(fail_halfway)
+
+
+def fail_halfway() -> None:
+    """Nobody takes the elements of one message for those of another."""
+    with ParallelGroup(timeout=5) as group:
+        comm = OnDevices(group, "put")
+        if comm.rank == 0:
+            x = torch.ones(10)
+            with (
+                mock.patch.object(
+                    comm.streams, "write_flag", side_effect=RuntimeError("no launch")
+                ),
+                pytest.raises(RuntimeError, match="no launch"),
+            ):
+                comm.send_forward(x, micro_batch=0)
+            with pytest.raises(PeerLostError, match="broken since: RuntimeError: no launch"):
+                comm.send_forward(x, micro_batch=0)
+        else:
+            with pytest.raises(PeerLostError, match="no launch"):
+                comm.recv_forward(micro_batch=0)
+        comm.leave()
+
+
+def test_counters_wrap(world):
+    world(2).run(wrap)
+
+
+def wrap() -> None:
+    with ParallelGroup(timeout=30) as group, OnDevices(group, "put", buffer_bytes=4096) as comm:
+        start = 2**32 - 3 if comm.rank == 0 else 2**32 - 5
+        for way in comm._devices._ways.values():
+            barrier(group)
+            way.sent.count, way.received.count = start, 2 * 2**32 - 8 - start
+            for flag, count in ((way.arrived, way.received.count), (way.arrived_there, start)):
+                flag.fill_(signed(count))
+            way.read_there.fill_(signed(way.received.count))
+            barrier(group)
+        for mb in range(8):
+            if comm.rank == 0:
+                comm.send_forward(torch.full((900,), float(mb)), micro_batch=mb)
+                assert (comm.recv_backward(micro_batch=mb) == -mb).all()
+            else:
+                assert (comm.recv_forward(micro_batch=mb) == mb).all()
+                comm.send_backward(torch.full((900,), -float(mb)), micro_batch=mb)
 
 
 def test_streams_of_a_program(world):
@@ -140,9 +281,9 @@ def compute_in_streams() -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_elements_are_beside_messages(world, way):
-    """In both directions; of ranks without stages next to each other through process groups they are not."""
+    """In both directions; between ranks without stages next to each other they are not."""
     for found in world(3).run(bytes_in_messages, way):
-        assert found == {"next": 0, "other": 0 if way == "put" else 4000}
+        assert found == {"next": 0, "other": 4000}
 
 
 def bytes_in_messages(way: str) -> dict[str, int]:
@@ -164,13 +305,13 @@ def bytes_in_messages(way: str) -> dict[str, int]:
         apart = [size for peer, size in sent if {peer, comm.rank} == {0, 2}]
         beside = [size for peer, size in sent if {peer, comm.rank} != {0, 2}]
         # Rank 1 is next to both others.
-        return {"next": max(beside), "other": max(apart, default=0 if way == "put" else 4000)}
+        return {"next": max(beside), "other": max(apart, default=4000)}
 
 
 def test_what_a_gpu_is_to_show(world):
     """The check of tests/gpu, which needs a GPU, with one made of threads."""
     for explained in world(2).run(exchange_messages, "cpu", partial(OnDevices, way="put")):
-        assert "CUDA tensors by copies from GPU to GPU with flags (rings of 1 MiB" in explained
+        assert "CUDA tensors by copies from GPU to GPU with flags, between ranks" in explained
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -188,47 +329,39 @@ def close_early(way: str) -> None:
                 comm.streams.streams[-1].delay = 0.1
                 comm.send_forward(x, micro_batch=0)
                 comm.close()
-            assert comm._devices.sent()
+            assert comm._devices.idle()
         else:
             time.sleep(0.3)
-            assert torch.equal(comm.recv_forward(micro_batch=0), x)
-            comm.close()
+            with comm.streams.on(comm.streams.new()):  # what is received holds that stream
+                got = comm.recv_forward(micro_batch=0)
+                comm.close()
+            assert comm._devices.idle()
+            assert torch.equal(got, x)
 
 
-@pytest.mark.parametrize("late", ["sender", "receiver"])
-def test_a_late_device(world, late):
-    """Streams give up in time, and the next calls say what was waited for, of which rank."""
-    world(2).run(be_late, late)
+def test_a_late_device(world):
+    """A stream gives up in time, and the next call, whatever it is, says what was waited for."""
+    world(2).run(be_late)
 
 
-def be_late(late: str) -> None:
+def be_late() -> None:
     with ParallelGroup(timeout=30) as group:
-        comm = OnDevices(group, "put", buffer_bytes=4096, timeout=0.3)
-        x = torch.ones(cell_bytes(4096) // 4 * (CELLS + 1 if late == "receiver" else 1))
-        give_up = time.monotonic() + 20
-        if late == "sender":  # its description has arrived, its elements do not
-            if comm.rank == 0:
-                held = comm._devices._ways[1].sending = comm.streams.new()
-                held.held.clear()
-                comm.send_forward(x, micro_batch=0)
-                barrier(group)
-            else:
-                barrier(group)
-                comm.progress()
-                while not comm._devices.failed():
-                    assert time.monotonic() < give_up
-                    time.sleep(0.01)
-                with pytest.raises(
-                    CollectiveTimeoutError, match=r"0\.3 s for a tensor from rank 0"
-                ):
-                    comm.recv_forward(micro_batch=0)
-        elif comm.rank == 0:
-            comm.send_forward(x, micro_batch=0)
+        comm = OnDevices(group, "put", timeout=0.3)
+        if comm.rank == 0:  # its description arrives, its elements do not
+            held = comm._devices._ways[1].sending = comm.streams.new()
+            held.held.clear()
+            comm.send_forward(torch.ones(10), micro_batch=0)
+            barrier(group)
+        else:
+            barrier(group)
+            comm.progress()
+            give_up = time.monotonic() + 20
             while not comm._devices.failed():
                 assert time.monotonic() < give_up
                 time.sleep(0.01)
-            with pytest.raises(CollectiveTimeoutError, match=r"0\.3 s for room .* on rank 1"):
-                comm.send_forward(x, micro_batch=1)
+            late = r"0\.3 s for a tensor from rank 0 \(message 1, seen 0\)"
+            with pytest.raises(CollectiveTimeoutError, match=late):
+                comm.send_backward(0.0, micro_batch=0)  # no garbage leaves this rank
         comm.leave()
 
 
@@ -270,6 +403,8 @@ def without_communicators() -> None:
         ParallelGroup() as group,
         mock.patch.object(routes, "backend_for") as found,
         mock.patch("torch.zeros"),
+        mock.patch("torch.cuda.current_device", return_value=0),
+        mock.patch.object(routes, "CudaStreams"),
     ):
         found.return_value.name.return_value = "nccl"
         make = partial(DeviceProcessGroup, make=lambda *_: Refuses())
@@ -293,3 +428,22 @@ def bodies_without_gloo() -> None:
         bodies.there_and_back("none")
         with bodies.pipeline("none") as comm:
             assert comm._transport._backend is not backend_for(comm.group.process_group, "cpu")
+
+
+def test_a_region_that_cannot_be_made(world):
+    world(2).run(without_a_region)
+
+
+def without_a_region() -> None:
+    """As where a GPU has no memory left: the next best way, unless puts were asked for."""
+    refused = UnsupportedError("CUDA region of 8 bytes on rank 0: rank 1: out of memory")
+    with (
+        ParallelGroup() as group,
+        mock.patch.object(routes, "region_obstacle", return_value=None),
+        mock.patch.object(routes, "native_obstacle", return_value=None),
+        mock.patch.object(routes, "new_region", side_effect=refused),
+    ):
+        with PipelineCommunicator(group) as comm:
+            assert "put: CUDA region of 8 bytes on rank 0: rank 1: out of memory" in comm.explain()
+        with pytest.raises(UnsupportedError, match="out of memory"):
+            PipelineCommunicator(group, device_route="put")

@@ -15,6 +15,7 @@ import time
 
 import triton
 import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
 
 INTERPRETED: bool = triton.knobs.runtime.interpret  # TRITON_INTERPRET when this module is imported
 
@@ -148,5 +149,11 @@ else:
         quiet = (bits >> 16) | 0x40
         return tl.where(x == x, rounded, quiet).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
-    def multiply(a, b, total):  # its own product takes the bits of a bfloat16 for an integer
-        return tl.dot(widen(a), widen(b), total, input_precision="ieee")
+    # Its own product takes the bits of a bfloat16 for an integer, and is a library's, which adds in an order
+    # that depends on the sizes of tiles and on the processor. This one adds term by term.
+    def multiply(a, b, total):
+        left, right = widen(a).handle.data, widen(b).handle.data
+        sums = left[:, :1] * right[0]
+        for k in range(1, left.shape[1]):
+            sums += left[:, k : k + 1] * right[k]
+        return tl.tensor(TensorHandle(total.handle.data + sums, total.dtype), total.type)

@@ -256,10 +256,13 @@ def _backward_kernel(
         if vectors:
             d_weight += product.sum(0)
             d_bias += d.sum(0)
-        along = torch.mv(product, scale).div_(s.shape[-1]).unsqueeze(-1)
-        d_part = torch.mul(d, scale, out=product).sub_(unit.mul_(along))
-        if mean is not None:
-            d_part.sub_(torch.mv(d, scale).div_(s.shape[-1]).unsqueeze(-1))
+        # Sums, and no product with a vector: its bits depend on where in memory the operands are.
+        along = product.mul_(scale).sum(-1, keepdim=True).div_(s.shape[-1])
+        d_part = torch.mul(d, scale, out=product)
+        level = None if mean is None else d_part.sum(-1, keepdim=True).div_(s.shape[-1])
+        d_part.sub_(unit.mul_(along))
+        if level is not None:
+            d_part.sub_(level)
         d_part.mul_(number)
         dxs[part] = d_part if dss is None else d_part.add_(dss[part])
     return [dx, *_rounded(d_weight, d_bias, vectors, weight)]

@@ -9,6 +9,8 @@ from time import perf_counter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from tp_kernels.comm.errors import GroupMismatchError, PeerLostError, ShapeError, UnsupportedError
 from tp_kernels.comm.group import ParallelGroup
 
@@ -55,12 +57,13 @@ class PipelineCommunicator:
             only while it waits for one behind them.
         ring: the last stage's `send_forward` goes to stage 0, whose `send_backward` goes to the last.
         buffer_bytes: shared memory of each direction between ranks with stages next to each other. What fits
-            is sent while the receiver computes; longer messages move as it receives. With device_route "put"
-            also memory of a GPU, for each other rank.
+            is sent while the receiver computes; longer messages move as it receives.
         device_route: of the elements of CUDA tensors: "put" (copies into memory of the receiving GPU, with
             flags), "nccl" (the process group), "host" (through host memory), or "auto", the first of these
             that is possible. The host does not wait for what a GPU still computes; that a peer was late is
             raised by the first call after a GPU has found out.
+        device_bytes: memory of a GPU for puts of each rank with stages next to its own. What does not fit
+            into it in one message goes through host memory.
         timeout: seconds a wait may last; default: that of the group.
         recorder: its `record(kind, stage, micro_batch, start, end, nbytes)` is called with "SEND_F",
             "SEND_B", "RECV_F", "RECV_B" for each message, and with "WAIT_F", "WAIT_B" for the time that a
@@ -83,6 +86,7 @@ class PipelineCommunicator:
         ring: bool = False,
         buffer_bytes: int = 4 << 20,
         device_route: str = "auto",
+        device_bytes: int = 64 << 20,
         timeout: float | None = None,
         recorder: Recorder | None = None,
     ) -> None:
@@ -91,7 +95,8 @@ class PipelineCommunicator:
         self.stage_to_rank = tuple(range(group.size) if stage_to_rank is None else stage_to_rank)
         self.stages = len(self.stage_to_rank)
         self.credits, self.ring, self.recorder = credits, ring, recorder
-        self.buffer_bytes, self.device_route = buffer_bytes, device_route
+        self.buffer_bytes = buffer_bytes
+        self.device_route, self.device_bytes = device_route, device_bytes
         self.timeout = group.timeout if timeout is None else float(timeout)
         self._agree(buffer_bytes)
         self.my_stages = tuple(s for s, r in enumerate(self.stage_to_rank) if r == self.rank)
@@ -243,6 +248,12 @@ class PipelineCommunicator:
                 self._devices.leave()
         self._closed = True
 
+    def bytes_in_ring(self, tensor: Tensor, rank: int) -> int:
+        """Of a tensor that is sent to `rank`: none if its elements go from GPU to GPU."""
+        devices = self._devices
+        beside = devices is not None and devices.cost(tensor, rank) is not None
+        return 0 if beside else tensor.nbytes
+
     @property
     def seconds(self) -> float:
         """Waited for anything, in all."""
@@ -305,6 +316,7 @@ class PipelineCommunicator:
             "ring": bool(self.ring),
             "buffer_bytes": _whole(buffer_bytes),
             "device_route": str(self.device_route),
+            "device_bytes": _whole(self.device_bytes),
         }
         if self.group.rendezvous is not None:
             corner = self.group.rendezvous.corner("pipeline")
@@ -324,17 +336,19 @@ class PipelineCommunicator:
         ranks = mine["stage_to_rank"]
         if not ranks or any(type(rank) is not int or rank not in range(size) for rank in ranks):
             raise ShapeError(f"stage_to_rank={self.stage_to_rank}: use ranks from 0 to {size - 1}")
-        counts = mine["credits"], mine["buffer_bytes"]
+        counts = mine["credits"], mine["buffer_bytes"], mine["device_bytes"]
         whole = all(type(number) is int for number in counts)
         if (
             2 * self.stages > MOST_LANES
             or not whole
             or not 1 <= self.credits <= MOST_CREDITS
             or not 4096 <= buffer_bytes <= MOST_BUFFER_BYTES
+            or not 4096 <= self.device_bytes <= MOST_BUFFER_BYTES
             or not self.timeout > 0
         ):
             raise UnsupportedError(
                 f"{self.stages} stages, credits={self.credits}, buffer_bytes={buffer_bytes}, "
+                f"device_bytes={self.device_bytes}, "
                 f"timeout={self.timeout}: use up to {MOST_LANES // 2} stages, 1 to {MOST_CREDITS} credits, "
                 f"4096 to {MOST_BUFFER_BYTES} bytes, in whole numbers, and a positive number of seconds"
             )
@@ -376,7 +390,7 @@ class PipelineCommunicator:
 
     def _connect_devices(self) -> tuple[DeviceRoutes | None, str]:
         return device_routes(
-            self.group, self.device_route, self.buffer_bytes, self.timeout, self._pairs()
+            self.group, self.device_route, self.device_bytes, self.timeout, self._pairs()
         )
 
     def _pairs(self) -> list[tuple[int, int]]:

@@ -25,6 +25,7 @@ from tp_kernels.comm.errors import UnsupportedError
 from tp_kernels.comm.group import ParallelGroup
 
 from .message import TensorSpec
+from .streams import Streams
 
 
 def backend_for(process_group: dist.ProcessGroup, device: str) -> Any:
@@ -48,9 +49,13 @@ def new_backend(name: str, store: dist.Store, rank: int, size: int, timeout: flo
 class DeviceProcessGroup:
     """DeviceRoutes through backends of this name. Construction is collective.
 
+    Calls of a backend are made under a stream of their own: what NCCL receives would else wait for everything
+    that the program has given its stream before, which may wait for what the peer is to receive.
+
     Args:
-        device: kind of device, "cuda".
+        device: of this rank.
         pairs: of ranks that have stages next to each other; equal on all ranks.
+        timeout: seconds after which the watchdog of NCCL ends a process whose call has found no peer.
         make: makes a backend, as `new_backend`.
 
     Raises:
@@ -58,76 +63,98 @@ class DeviceProcessGroup:
             share a GPU.
     """
 
+    most = 1 << 62  # bytes of a message
+
     def __init__(
         self,
         group: ParallelGroup,
         name: str,
-        device: str,
+        device: torch.device,
+        streams: Streams,
         pairs: Iterable[tuple[int, int]],
+        timeout: float,
         make: Callable[[str, dist.Store, int, int, float], Any] = new_backend,
     ) -> None:
         assert group.rendezvous is not None
-        self._group, self._name, self._device = group, name, torch.device(device)
+        self._group, self._name, self._device, self._streams = group, name, device, streams
         self._backends: dict[tuple[int, int], Any] = {}  # by (source, destination)
+        self._aside = streams.new()
+        self._sent: deque[tuple[Any, Tensor]] = deque()  # under way, with its memory
+        self._received: deque[tuple[Any, Tensor]] = deque()
         corner = group.rendezvous.corner("device route")
         error = ""
-        for pair in sorted(
-            {(min(pair), max(pair)) for pair in pairs}
-        ):  # on all ranks in this order
+        for pair in sorted({(min(pair), max(pair)) for pair in pairs}):  # the same order everywhere
             for way in (pair, pair[::-1]):
                 if group.rank not in way or way[0] == way[1]:
                     continue
                 store = corner.store(f"{way[0]} to {way[1]}")
                 try:
-                    self._backends[way] = made = make(
-                        name, store, way.index(group.rank), 2, group.timeout
-                    )
-                    # NCCL makes the communicator in the first call, in which the host waits for the peer.
-                    word = torch.zeros(1, device=self._device)
-                    first = made.send if group.rank == way[0] else made.recv
-                    first([word], 1 - way.index(group.rank), 0).wait()
+                    self._backends[way] = make(name, store, way.index(group.rank), 2, timeout)
+                    # NCCL makes the communicator in the first call, in which hosts wait for each other.
+                    word = torch.zeros(1, device=device)
+                    self._call("send" if group.rank == way[0] else "recv", way, word).wait()
                 except RuntimeError as failure:
                     error = str(failure).splitlines()[0]
         said = corner.exchange("made", error)
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]
         if failed:
             raise UnsupportedError(f"no communicators of {name}: {'; '.join(failed)}")
-        self._in_flight: deque[tuple[Any, Tensor]] = deque()
 
-    def carries(self, tensor: Tensor, peer: int) -> bool:
-        return (
-            tensor.device.type == self._device.type and (self._group.rank, peer) in self._backends
-        )
+    def cost(self, tensor: Tensor, peer: int) -> int | None:
+        connected = (self._group.rank, peer) in self._backends
+        return 0 if connected and tensor.device == self._device else None
 
-    def send(self, peer: int, tensors: Sequence[Tensor]) -> None:
+    def mark(self) -> Any:
+        return self._streams.record()
+
+    def has_room(self, peer: int, tensors: Sequence[Tensor]) -> bool:
+        return True
+
+    def send(self, peer: int, tensors: Sequence[Tensor], after: Any) -> Callable[[], bool]:
         self._reap()
-        way = self._group.rank, peer
-        for tensor in tensors:
-            if tensor.numel():
-                self._in_flight.append((self._call("send", way, tensor), tensor))
+        way, works = (self._group.rank, peer), []
+        with self._streams.on(self._aside):
+            self._streams.wait(after)
+            for tensor in tensors:
+                if tensor.numel():
+                    self._sent.append((self._call("send", way, tensor), tensor))
+                    works.append(self._sent[-1][0])
+        return lambda: all(work.is_completed() for work in works)
 
     def receive(
         self, peer: int, specs: Sequence[TensorSpec]
     ) -> tuple[list[Tensor], Callable[[], object]]:
-        tensors = [torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in specs]
-        way = peer, self._group.rank
-        works = [self._call("recv", way, tensor) for tensor in tensors if tensor.numel()]
-        return tensors, lambda: [work.wait() for work in works]
-
-    def flush(self) -> None:
-        while self._in_flight:
-            self._in_flight.popleft()[0].wait()
-
-    def sent(self) -> bool:
         self._reap()
-        return not self._in_flight
+        way, streams, works = (peer, self._group.rank), self._streams, []
+        with streams.on(self._aside):
+            tensors = [streams.empty(spec.shape, spec.dtype) for spec in specs]
+            for tensor in tensors:
+                if tensor.numel():
+                    self._received.append((self._call("recv", way, tensor), tensor))
+                    works.append(self._received[-1][0])
+
+        def ready() -> None:
+            for work in works:
+                work.wait()  # holds the current stream
+            for tensor in tensors:
+                streams.keep(tensor)
+
+        return tensors, ready
+
+    def flush(self) -> bool:
+        self._reap()
+        return not self._sent
+
+    def idle(self) -> bool:
+        self._reap()
+        return not (self._sent or self._received)
 
     def failed(self) -> str:
-        return ""  # NCCL's watchdog ends a process whose communicator is stuck
+        return ""
 
     def leave(self) -> None:
-        # Memory that is under way lives as long as the group.
-        self._group.transport.abandoned.append((self._in_flight, self._backends))
+        if not self.idle():  # memory that is under way lives as long as the group
+            self._group.transport.abandoned.append((self._sent, self._received, self._backends))
 
     def describe(self) -> str:
         return (
@@ -142,5 +169,6 @@ class DeviceProcessGroup:
         return call([flat], 1 - way.index(self._group.rank), 0)
 
     def _reap(self) -> None:
-        while self._in_flight and self._in_flight[0][0].is_completed():
-            self._in_flight.popleft()
+        for under_way in (self._sent, self._received):
+            while under_way and under_way[0][0].is_completed():
+                under_way.popleft()

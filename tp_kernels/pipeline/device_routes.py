@@ -8,8 +8,9 @@ for a device: it runs ahead, and streams wait for each other.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from tp_kernels.comm.cuda_support import native_obstacle
@@ -19,7 +20,8 @@ from tp_kernels.comm.regions import new_region, region_obstacle
 
 from .device_process_group import DeviceProcessGroup, backend_for
 from .message import TensorSpec
-from .put import CudaStreams, PutRoutes, region_bytes
+from .put import PutRoutes, region_bytes
+from .streams import CudaStreams
 
 CHOICES = ("auto", "put", "nccl", "host")
 
@@ -27,25 +29,33 @@ CHOICES = ("auto", "put", "nccl", "host")
 class DeviceRoutes(Protocol):
     """What the exchange asks of them."""
 
-    def carries(self, tensor: Tensor, peer: int) -> bool:
-        """Whether the elements of this tensor go this way to `peer`."""
+    most: int  # that the tensors of a message may cost together
 
-    def send(self, peer: int, tensors: Sequence[Tensor]) -> None:
-        """Send contiguous tensors when what the current stream does to them is done."""
+    def cost(self, tensor: Tensor, peer: int) -> int | None:
+        """Bytes that a tensor takes at `peer`; None if it does not go this way."""
+
+    def mark(self) -> Any:
+        """All that the current stream has been given so far: what `send` is to come after."""
+
+    def has_room(self, peer: int, tensors: Sequence[Tensor]) -> bool:
+        """Whether these may be sent now; ask again later."""
+
+    def send(self, peer: int, tensors: Sequence[Tensor], after: Any) -> Callable[[], bool]:
+        """Send contiguous tensors after this mark; a call that says whether they have left."""
 
     def receive(
         self, peer: int, specs: Sequence[TensorSpec]
     ) -> tuple[list[Tensor], Callable[[], object]]:
         """New tensors for what was sent, and a call that makes the current stream wait for their elements."""
 
-    def flush(self) -> None:
-        """Make the current stream wait until what was sent may be changed."""
+    def flush(self) -> bool:
+        """Whether what was sent may be changed by the current stream; else peers have to take some of it."""
 
-    def sent(self) -> bool:
-        """Whether everything that was sent has left this rank."""
+    def idle(self) -> bool:
+        """Whether everything that was sent has left, and everything that was received is here."""
 
     def failed(self) -> str:
-        """What the device has waited for in vain, as far as the host has heard; "" for nothing."""
+        """What a device has waited for in vain, as far as the host has heard; "" for nothing."""
 
     def leave(self) -> None:
         """Let go of everything, and wait for nobody."""
@@ -54,10 +64,26 @@ class DeviceRoutes(Protocol):
         """What carries the elements, for people."""
 
 
+class Choice:
+    """Which tensors of a message go to `peer` by `routes`: called with each once, in their order."""
+
+    def __init__(self, routes: DeviceRoutes, peer: int) -> None:
+        self._routes, self._peer, self._left = routes, peer, routes.most
+        self.chosen: set[int] = set()
+
+    def __call__(self, tensor: Tensor) -> bool:
+        cost = self._routes.cost(tensor, self._peer)
+        if cost is None or cost > self._left:
+            return False
+        self._left -= cost
+        self.chosen.add(id(tensor))
+        return True
+
+
 def device_routes(
     group: ParallelGroup,
     choice: str,
-    buffer_bytes: int,
+    device_bytes: int,
     timeout: float,
     pairs: Collection[tuple[int, int]],
 ) -> tuple[DeviceRoutes | None, str]:
@@ -68,7 +94,7 @@ def device_routes(
     Args:
         choice: "put", copies into memory of the receiving GPU and flags behind them; "nccl", the process
             group; "host", through the memory of the host; "auto", the first of these that is possible.
-        buffer_bytes: memory of a rank's GPU for what each other rank sends it.
+        device_bytes: memory of a rank's GPU for what each rank with stages next to its own sends it by puts.
         pairs: of ranks with stages next to each other.
 
     Raises:
@@ -81,30 +107,51 @@ def device_routes(
     if choice == "host":
         return None, "through host memory, because device_route='host' was asked for"
     why_not = {}
-    if choice in ("auto", "put"):
-        obstacle = region_obstacle(group, "cuda") or native_obstacle(group.cuda_support, "simt")
-        if obstacle is None:
-            region = new_region(group, "cuda", region_bytes(group.size, buffer_bytes))
-            region.settle()
-            streams = CudaStreams(region.local.device)
-            put = PutRoutes(group, region, streams, buffer_bytes, timeout)
-            return put, put.describe()
-        why_not["put"] = obstacle
-    if choice in ("auto", "nccl"):
-        assert group.process_group is not None
-        backend = backend_for(group.process_group, "cuda")
-        if backend is not None and backend.name() == "nccl":
-            try:
-                routes = DeviceProcessGroup(group, "nccl", "cuda", pairs)
-                return routes, routes.describe()
-            except UnsupportedError as error:  # raised on all ranks or on none
-                why_not["nccl"] = str(error)
-        else:
-            have = "none" if backend is None else f"'{backend.name()}'"
-            why_not["nccl"] = f"the backend of this process group for CUDA tensors is {have}"
+    for name, make in (("put", _put), ("nccl", _nccl)):
+        if choice not in ("auto", name):
+            continue
+        try:  # all ranks find the same obstacle
+            routes = make(group, device_bytes, timeout, pairs)
+            return routes, routes.describe()
+        except UnsupportedError as error:
+            why_not[name] = str(error)
     reasons = "; ".join(f"{name}: {reason}" for name, reason in why_not.items())
     if choice != "auto":
         raise UnsupportedError(
             f"device_route='{choice}' is impossible ({reasons}): 'auto' takes what is possible"
         )
     return None, f"through host memory ({reasons})"
+
+
+def _put(
+    group: ParallelGroup, device_bytes: int, timeout: float, pairs: Collection[tuple[int, int]]
+) -> DeviceRoutes:
+    obstacle = region_obstacle(group, "cuda") or native_obstacle(group.cuda_support, "simt")
+    if obstacle is not None:
+        raise UnsupportedError(obstacle)
+    region = new_region(group, "cuda", region_bytes(group.size, pairs, device_bytes))
+    region.settle()
+    assert group.rendezvous is not None
+    error = ""
+    try:
+        streams = CudaStreams(region.local.device)
+        routes = PutRoutes(group, region, streams, pairs, device_bytes, timeout)
+    except RuntimeError as failure:
+        error = str(failure).splitlines()[0]
+    said = group.rendezvous.corner("device route").exchange("made", error)
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]
+    if failed:
+        raise UnsupportedError("; ".join(failed))
+    return routes
+
+
+def _nccl(
+    group: ParallelGroup, device_bytes: int, timeout: float, pairs: Collection[tuple[int, int]]
+) -> DeviceRoutes:
+    assert group.process_group is not None
+    backend = backend_for(group.process_group, "cuda")
+    if backend is None or backend.name() != "nccl":
+        have = "none" if backend is None else f"'{backend.name()}'"
+        raise UnsupportedError(f"the backend of this process group for CUDA tensors is {have}")
+    device = torch.device("cuda", torch.cuda.current_device())
+    return DeviceProcessGroup(group, "nccl", device, CudaStreams(device), pairs, timeout)

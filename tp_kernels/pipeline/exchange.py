@@ -27,12 +27,13 @@ from tp_kernels.comm.p2p import _is_plain
 from tp_kernels.comm.symmetric_memory import _host
 
 from . import message
-from .device_routes import DeviceRoutes
+from .device_routes import Choice, DeviceRoutes
 from .lanes import CREDIT, NAMED, NAMED_CREDIT, STAGE, Lane, Outgoing, Peer
 from .transport import ANNOUNCED, RECEIVED, TENSOR, Lost, Transport
 
 # Descriptions that may come again. Long ones hold values themselves, and are read again.
 _KEPT_DESCRIPTIONS, _LONGEST_KEPT = 512, 1024
+_PAUSE = 1e-3  # seconds between looks at what is no event of the transport
 Ready: TypeAlias = Callable[[], object] | None
 _FAULTS: tuple[type[Exception], ...] = (Lost,) if _host is None else (Lost, _host.Fault)
 _RELAYED = re.compile(r"^(rank \d+ failed: )+(?=rank \d+ (failed|is gone|closed))")
@@ -65,6 +66,7 @@ class Exchange:
         # what has to be called before its tensors are used.
         self.mailbox: dict[Any, deque[tuple[Lane | None, Any, int, Ready]]] = {}
         self._arrivals, self._departures = arrivals, departures
+        self._crowded: set[Peer] = set()  # whose device has no room for what is queued
         self._peers = {r: Peer(r) for r in range(group.size) if r != group.rank}
         self._send_tensor = getattr(transport, "send_tensor", None)
         self._descriptions: dict[bytes, message.Description] = {}
@@ -80,19 +82,27 @@ class Exchange:
         peer = self._peers[lane.peer]
         free = lane.in_flight < self.credits and not (lane.waiting or peer.busy or peer.owing)
         devices = self._devices
-        if free and type(value) is Tensor and not (devices and devices.carries(value, lane.peer)):
+        if devices is not None:
+            self._check_devices()
+        if (
+            free
+            and type(value) is Tensor
+            and (devices is None or devices.cost(value, lane.peer) is None)
+        ):
             nbytes = self._start_tensor(peer, lane, micro_batch, value)
             if nbytes is not None:
                 return nbytes
-        carries = None if devices is None else partial(devices.carries, peer=lane.peer)
-        head, tensors = message.encode(value, carries)
+        choice = None if devices is None else Choice(devices, lane.peer)
+        head, tensors = message.encode(value, choice)
         here, apart = [], []
         for tensor in tensors:
-            if carries is not None and carries(tensor):
+            if choice is not None and id(tensor) in choice.chosen:
                 apart.append(_plain(tensor))
             else:
                 here.append(tensor if _is_plain(tensor) else _plain(tensor.cpu()))
-        outgoing = Outgoing.of(lane, micro_batch, head, here, apart)
+        after = devices.mark() if devices is not None and apart else None
+        free = free and self._has_room(peer, apart)
+        outgoing = Outgoing.of(lane, micro_batch, head, here, apart, after)
         if free:
             self._start(peer, outgoing)
         else:
@@ -149,14 +159,36 @@ class Exchange:
             tag |= back.owed << 48
             back.owed = 0
         lane.in_flight += 1
-        if outgoing.apart:
-            assert self._devices is not None
-            self._check_devices()
-            self._devices.send(peer.rank, outgoing.apart)
         spans = [(tensor.data_ptr(), tensor.nbytes) for tensor in outgoing.tensors]
-        self._leave(peer, tag, head, spans)
+        try:
+            if outgoing.apart:
+                self._send_apart(peer, outgoing)
+            self._leave(peer, tag, head, spans)
+        except BaseException as error:
+            self._break(error)
+            raise
         if peer.busy:
             peer.leaving = outgoing
+
+    def _send_apart(self, peer: Peer, outgoing: Outgoing) -> None:
+        """To the device first: whoever has the description makes a stream wait for the elements."""
+        assert self._devices is not None
+        self._check_on_device(peer)
+        left = self._devices.send(peer.rank, outgoing.apart, outgoing.after)
+        peer.on_device.append((outgoing, left))
+
+    def _has_room(self, peer: Peer, apart: list[Tensor]) -> bool:
+        """Whether a device may take these now; if not, they are tried again while anything moves."""
+        if not apart or self._devices is None or self._devices.has_room(peer.rank, apart):
+            return True
+        self._crowded.add(peer)
+        return False
+
+    def _check_on_device(self, peer: Peer) -> None:
+        for outgoing, _ in peer.on_device:
+            self._check_unchanged(outgoing)
+        while peer.on_device and peer.on_device[0][1]():
+            peer.on_device.popleft()
 
     def _leave(self, peer: Peer, tag: int, head: bytes, spans: list[tuple[int, int]]) -> None:
         assert self.transport is not None
@@ -182,6 +214,8 @@ class Exchange:
             if not ready:
                 return
             lane = ready[0]
+            if not self._has_room(peer, lane.waiting[0].apart):
+                return
             peer.queue.remove(lane)
             outgoing = lane.waiting.popleft()
             self._check_unchanged(outgoing)
@@ -196,8 +230,26 @@ class Exchange:
             while peer.leaving is not None or peer.queue:
                 self._await_move(peer)
         if self._devices is not None:
-            self._devices.flush()
-            self._check_devices()
+            self._flush_devices()
+
+    def _flush_devices(self) -> None:
+        assert self._devices is not None
+        for peer in self._peers.values():
+            self._check_on_device(peer)
+        give_up = perf_counter() + self.timeout
+        while not self._devices.flush():
+            if not self._step("flush", _PAUSE, -1, None) and perf_counter() > give_up:
+                late = f"not within {self.timeout:g} s"
+                first = next(peer for peer in self._peers.values() if peer.on_device).on_device[0][
+                    0
+                ]
+                self._give_up(
+                    CollectiveTimeoutError,
+                    f"flush: {first.lane.receiver} does not take {first}; {late}",
+                )
+        for peer in self._peers.values():
+            peer.on_device.clear()
+        self._check_devices()
 
     def _await_move(self, peer: Peer) -> None:
         before = peer.moved
@@ -232,6 +284,8 @@ class Exchange:
 
     def take(self, key: Any) -> tuple[Any, int]:
         """The first value under `key`, which is in the mailbox, and its bytes; its sender gets a credit."""
+        if self._devices is not None:
+            self._check_devices()
         box = self.mailbox[key]
         lane, value, nbytes, ready = box.popleft()
         if not box:
@@ -245,7 +299,6 @@ class Exchange:
                 if lane.owed >= (max(1, self.credits // 2) if lane.kind == STAGE else 1):
                     self._repay(lane)
         if ready is not None:
-            self._check_devices()
             ready()
         return value, nbytes
 
@@ -402,7 +455,9 @@ class Exchange:
         try:
             self._repay_all()
             while not done():
-                if not self._step(operation, left, peer, what):
+                # That a device has room again is no event of the transport.
+                seconds = min(left, _PAUSE) if self._crowded else left
+                if not self._step(operation, seconds, peer, what) and seconds == left:
                     late = f"not within {self.timeout:g} s"
                     self._give_up(CollectiveTimeoutError, f"{operation}: {what()}; {late}")
                 left = max(0.0, start + self.timeout - perf_counter())
@@ -417,6 +472,12 @@ class Exchange:
     ) -> bool:
         """Move messages up to the next event; False if there was none in `seconds`."""
         assert self.transport is not None
+        if self._crowded:
+            crowded, self._crowded = self._crowded, set()
+            for peer in crowded:
+                self._advance(peer)
+        if self._devices is not None:
+            self._check_devices()
         try:
             event = self.transport.step(operation, seconds, awaited)
             if event is None:
@@ -439,10 +500,14 @@ class Exchange:
         except _FAULTS as fault:
             self._lost(f"{operation}: {what()}" if what is not None else operation, fault)
         except BaseException as error:
-            if not self.broken:
-                self.broken = f"{type(error).__name__}: {error}"
-                self.fail(self.broken)
+            self._break(error)
             raise
+
+    def _break(self, error: BaseException) -> None:
+        """What was begun cannot be completed; the others are told."""
+        if not self.broken:
+            self.broken = f"{type(error).__name__}: {error}"
+            self.fail(self.broken)
 
     def _lost(self, text: str, fault: Exception) -> NoReturn:
         """What the engine says becomes an error; the others are told what this rank was told."""
@@ -488,9 +553,9 @@ class Exchange:
         self.progress("close")
         give_up = perf_counter() + self.timeout
         while self.transport is not None and not (
-            (self._devices is None or self._devices.sent()) and self.transport.finish()
+            (self._devices is None or self._devices.idle()) and self.transport.finish()
         ):
-            if not self._step("close", 1e-3, -1, None) and perf_counter() > give_up:
+            if not self._step("close", _PAUSE, -1, None) and perf_counter() > give_up:
                 self._give_up(
                     CollectiveTimeoutError,
                     f"close: rank {self.group.rank} has closed its pipeline, and not all others have within "

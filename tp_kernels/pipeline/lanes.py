@@ -17,6 +17,7 @@ The tag of a message:
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -37,12 +38,19 @@ class Outgoing(NamedTuple):
     tensors: list[Tensor]
     apart: list[Tensor]  # whose elements go from device to device
     versions: list[int]  # of all of them, to notice that one was changed
+    after: Any = None  # what the elements of `apart` come after, on their device
 
     @staticmethod
     def of(
-        lane: Lane, micro_batch: int, head: bytes, tensors: list[Tensor], apart: list[Tensor]
+        lane: Lane,
+        micro_batch: int,
+        head: bytes,
+        tensors: list[Tensor],
+        apart: list[Tensor],
+        after: Any = None,
     ) -> Outgoing:
-        return Outgoing(lane, micro_batch, head, tensors, apart, _versions(tensors + apart))
+        versions = _versions(tensors + apart)
+        return Outgoing(lane, micro_batch, head, tensors, apart, versions, after)
 
     def changed(self) -> bool:
         """Whether a tensor was written to after it had been given away."""
@@ -92,6 +100,8 @@ class Peer:
         self.leaving: Outgoing | None = None  # partly in the ring
         self.busy = False  # the ring has not all of the last message
         self.owing: dict[Lane, None] = {}  # lanes whose credits go alone, in this order
+        # Whose elements a device may still have to read, and a call that says whether it has.
+        self.on_device: deque[tuple[Outgoing, Callable[[], bool]]] = deque()
         # (lane, micro-batch, description, memory, call before its tensors are used) of a message in part
         self.arriving: Any = None
         self.moved = 0  # messages that began to leave, or left

@@ -127,7 +127,7 @@ def check_room(channel: PipelineCommunicator, value: Any, stage: int, other: int
     steps = [(s, s + 1) for s in range(channel.stages - 1)]
     lanes = [(a, b) for a, b in steps + [(b, a) for a, b in steps] if (ranks[a], ranks[b]) == pair]
     under_way = channel.credits * len(lanes)
-    nbytes = sum(tensor.nbytes for tensor in tensors_of(value))
+    nbytes = sum(channel.bytes_in_ring(tensor, pair[1]) for tensor in tensors_of(value))
     needed = under_way * (nbytes + BESIDE_TENSORS)
     if needed > channel.buffer_bytes:
         raise UnsupportedError(
