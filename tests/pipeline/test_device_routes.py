@@ -252,13 +252,14 @@ def wrap() -> None:
                 comm.send_backward(torch.full((900,), -float(mb)), micro_batch=mb)
 
 
-def test_streams_of_a_program(world):
-    world(2).run(compute_in_streams)
+@pytest.mark.parametrize("way", WAYS)
+def test_streams_of_a_program(world, way):
+    world(2).run(compute_in_streams, way)
 
 
-def compute_in_streams() -> None:
+def compute_in_streams(way: str) -> None:
     """What is sent is computed later, in a stream of the program, and so is what is made of it."""
-    with ParallelGroup(timeout=30) as group, OnDevices(group, "put", buffer_bytes=4096) as comm:
+    with ParallelGroup(timeout=30) as group, OnDevices(group, way, buffer_bytes=4096) as comm:
         streams, count = comm.streams, 40
         program = streams.new()
         program.delay = 2e-3
