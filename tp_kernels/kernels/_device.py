@@ -15,7 +15,6 @@ import time
 
 import triton
 import triton.language as tl
-from triton.runtime.interpreter import TensorHandle
 
 INTERPRETED: bool = triton.knobs.runtime.interpret  # TRITON_INTERPRET when this module is imported
 
@@ -108,6 +107,7 @@ if not INTERPRETED:
         return tl.dot(a, b, total, input_precision="ieee")
 
 else:
+    from triton.runtime.interpreter import TensorHandle
 
     def device_function(function):
         """What kernels call. As Python functions, which cost a tenth of the interpreter's own calls."""
