@@ -14,8 +14,8 @@ using Clock = std::chrono::steady_clock;  // CLOCK_MONOTONIC
 void check_timeout(double seconds);  // refuses what is negative, infinite or undefined
 Clock::time_point deadline_after(double seconds);
 
-// How long to try before sleeping. Every waiter has its own and adapts it: a spin that outlasts its
-// budget is wasted on a peer that needs this very core, so the next one is shorter.
+// How long to try before sleeping. Every waiter has its own and adapts it: a spin is wasted on a peer
+// that needs this very core, so the next one is shorter; one that was too short by little is longer.
 struct WaitPolicy {
   int spins;  // about ten nanoseconds each
   int max_spins;

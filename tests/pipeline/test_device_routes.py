@@ -204,6 +204,24 @@ def flush_first(way: str) -> None:
                 assert (got == other + step).all()
 
 
+def test_a_flush_that_finds_no_peer(world):
+    world(2).run(flush_alone)
+
+
+def flush_alone() -> None:
+    """NCCL's sends end with their receives; a peer that makes no call is named in time."""
+    with ParallelGroup(timeout=30) as group:
+        comm = OnDevices(group, "in order", timeout=2)
+        if comm.rank == 0:
+            comm.send_forward(torch.ones(10), micro_batch=3)
+            late = r"flush: stage 1 on rank 1 does not take forward of micro-batch 3 .* within 2 s"
+            with pytest.raises(CollectiveTimeoutError, match=late):
+                comm.flush()
+        else:
+            time.sleep(2.5)
+        comm.leave()
+
+
 def test_a_send_that_fails(world):
     world(2).run(fail_halfway)
 

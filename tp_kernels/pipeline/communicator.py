@@ -184,7 +184,10 @@ class PipelineCommunicator:
         self._exchange.progress("progress")
 
     def flush(self) -> None:
-        """Wait until everything that was sent has left this rank's memory, so that it may be changed."""
+        """Wait until everything that was sent has left this rank's memory, so that it may be changed.
+
+        What a GPU still has to read may be changed by what the current stream is given from now on.
+        """
         self._check_open("flush")
         self._exchange.flush()
 

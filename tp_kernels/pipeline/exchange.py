@@ -239,13 +239,10 @@ class Exchange:
         give_up = perf_counter() + self.timeout
         while not self._devices.flush():
             if not self._step("flush", _PAUSE, -1, None) and perf_counter() > give_up:
-                late = f"not within {self.timeout:g} s"
-                first = next(peer for peer in self._peers.values() if peer.on_device).on_device[0][
-                    0
-                ]
+                first, *_ = (out for peer in self._peers.values() for out, _ in peer.on_device)
                 self._give_up(
                     CollectiveTimeoutError,
-                    f"flush: {first.lane.receiver} does not take {first}; {late}",
+                    f"flush: {first.lane.receiver} does not take {first}; not within {self.timeout:g} s",
                 )
         for peer in self._peers.values():
             peer.on_device.clear()

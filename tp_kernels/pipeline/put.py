@@ -106,7 +106,7 @@ class _Way:
 class PutRoutes:
     """DeviceRoutes by copies between the parts of a region, all of whose bytes are zero.
 
-    The constructor touches counters of peers: all ranks have to come out of it before any sends.
+    Each counter is written by one rank only, so a rank may send before others have made theirs.
 
     Args:
         region: of at least `region_bytes`, equal on all ranks, on the device of `streams`.
@@ -208,7 +208,7 @@ class PutRoutes:
 
     def idle(self) -> bool:
         events = [event for way in self._ways.values() for event in (way.left, way.here)]
-        return all(event is None or self._streams.over(event) for event in events)
+        return all(event is None or self._streams.over(event) for event in (*events, self._looked))
 
     def failed(self) -> str:
         record = dict(zip(RECORD, self._heard.tolist(), strict=True))
